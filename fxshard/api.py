@@ -619,11 +619,7 @@ def _device_of(world: C10dWorld | InProcessWorld) -> torch.device | None:
 
 
 def _model_lines(units: tuple[Unit, ...]) -> list[str]:
-    return [
-        f"parameter {p.fqn} {list(p.shape)} {p.dtype} Shard({p.shard_dim}) unit={unit.name}"
-        for unit in units
-        for p in unit.params
-    ]
+    return [f"{p.line} unit={unit.name}" for unit in units for p in unit.params]
 
 
 def _plain_module(model: Any) -> nn.Module:

@@ -58,6 +58,7 @@ from fxshard.ir.domain import Domain
 from fxshard.ir.layout import ParamLayout, layouts
 from fxshard.ir.needs import Needs
 from fxshard.ir.schedule import Schedule
+from fxshard.ir.tensor_parallel import Placed
 from fxshard.ir.units import Param, Reductions, Unit
 
 
@@ -135,6 +136,7 @@ class Signature:
         differentiable: flat output indices that need a gradient in eager; the others leave
             autograd.
         repeats: flat output index, and the first one that holds the very same tensor.
+        placed: flat output index of a DTensor, and where that is; the graph gives what a rank has.
     """
 
     in_spec: TreeSpec
@@ -148,6 +150,7 @@ class Signature:
     training: bool
     differentiable: tuple[int, ...] = ()
     repeats: tuple[tuple[int, int], ...] = ()
+    placed: tuple[tuple[int, Placed], ...] = ()
 
     @property
     def starts_everywhere(self) -> bool:

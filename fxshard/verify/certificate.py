@@ -38,10 +38,16 @@ def collectives(program: Program) -> list[str]:
         3 backward fxshard.reduce_scatter group=shard size=2 op=avg unit=0 bytes=48 [head f32[4,3]]
     """
     launches = [node for node in program.graph.nodes if ops.communicates(node)]
-    return [f"{i} {_line(node)}" for i, node in enumerate(launches)]
+    uneven = any(p.placed is not None and p.placed.uneven for p in program.params.values())
+    return [f"{i} {_line(node, sized=not uneven)}" for i, node in enumerate(launches)]
 
 
-def _line(launch: fx.Node) -> str:
+def _line(launch: fx.Node, *, sized: bool) -> str:
+    """Not `sized`: without bytes and shapes.
+
+    Where tensor parallelism cuts parameters unevenly, ranks of the mesh have different ones; those
+    of ranks that communicate are equal if parameters and placements are.
+    """
     tag = tags.get(launch)
     if is_collective(launch):
         return f"{tag.phase} {_of_the_model(launch)}"
@@ -51,9 +57,12 @@ def _line(launch: fx.Node) -> str:
     sent = [tensor for node in tags.operands(launch) for tensor in tags.tensors(node.meta["val"])]
     items = {walk.item_index(item): item for item in launch.users if walk.is_item_of(item, launch)}
     what = ", ".join(
-        f"{tags.get(items[i]).fqn or '+'.join(_inside(node))} {dump.types(tensor)}"
+        f"{tags.get(items[i]).fqn or '+'.join(_inside(node))}"
+        + (f" {dump.types(tensor)}" if sized else "")
         for i, (node, tensor) in enumerate(zip(tags.operands(launch), sent, strict=True))
     )
+    if not sized:
+        return f"{text} unit={tag.unit} [{what}]"
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
     return f"{text} unit={tag.unit} bytes={size} [{what}]"
 
@@ -88,9 +97,7 @@ def agreement(program: Program) -> list[str]:
     """
     signature = program.signature
     lines = [
-        f"parameter {p.fqn} {list(p.shape)} {p.dtype} Shard({p.shard_dim}) unit={p.unit} "
-        f"requires_grad={p.requires_grad}"
-        for p in program.params.values()
+        f"{p.line} unit={p.unit} requires_grad={p.requires_grad}" for p in program.params.values()
     ]
     inputs = {
         int(tags.get(n).fqn or -1): n

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fxshard._torch import process_groups
 from fxshard.config import Config, grid
 from fxshard.errors import ConfigError
+from fxshard.ir.tensor_parallel import group_name, the_mesh
 from fxshard.ir.units import Unit, check_reshard
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -24,10 +26,15 @@ log: logging.Logger = logging.getLogger("fxshard")
 
 
 def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10dWorld:
-    """The world of a mesh under a strategy; collective if units are resharded to smaller groups."""
+    """The world of a mesh under a strategy; collective if units are resharded to smaller groups.
+
+    Args:
+        mesh: of data parallelism alone.
+    """
     check_reshard(units, mesh.size(mesh.ndim - 1))
     sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
-    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes)
+    beside = the_mesh([param for unit in units for param in unit.params])
+    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes, beside=beside)
 
 
 def world_for(
@@ -65,6 +72,7 @@ def world_for(
             replicas * shards,
         )
         return InProcessWorld(shards, replicas)
+    mesh = _without_tensor_parallel(mesh, units, config)
     if process_group is not None:
         mesh = _mesh_of_groups(model, config, process_group)
     elif mesh is None:
@@ -84,6 +92,36 @@ def world_for(
             f"world_size out, or start torchrun with --nproc-per-node={world_size}."
         )
     return world_over(mesh, config, units)
+
+
+def _without_tensor_parallel(
+    mesh: DeviceMesh | None, units: Sequence[Unit], config: Config
+) -> DeviceMesh | None:
+    """The dimensions of `mesh` that parameters are not placed on already.
+
+    Raises:
+        ConfigError: parameters are, and there is no mesh, or fxshard would have no ranks of its own.
+    """
+    beside = the_mesh([param for unit in units for param in unit.params])
+    if beside is None:
+        return mesh
+    if mesh is None:
+        raise ConfigError(
+            f"parameters are DTensors on {beside} already: fxshard cannot tell which ranks it is "
+            f"to shard over. Give the mesh that parallelize_module got a dimension of, mesh=mesh, "
+            f"or its data-parallel part, such as mesh=mesh['dp']."
+        )
+    names = mesh.mesh_dim_names or ()
+    left = tuple(name for name in names if mesh[name] != beside)
+    if len(left) == len(names):
+        return mesh  # the data-parallel part
+    if len(left) != 1 + config.hybrid:
+        dims = "two, replicate x shard" if config.hybrid else "one"
+        raise ConfigError(
+            f"the mesh has dimensions {names}, of which {group_name(beside)!r} is that of tensor "
+            f"parallelism; for the others, {left}, strategy {config.strategy!r} takes {dims}."
+        )
+    return mesh[left]
 
 
 def _check_kinds(mesh: Any, process_group: Any) -> None:
