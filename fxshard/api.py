@@ -383,6 +383,7 @@ def shard(
     config = placed(module, config)
     sharding = _sharding(module, config, world_size, mesh, process_group)
     _refuse_extended(sharding.units, "fxshard.shard", "Use fxshard.compile or fxshard.fully_shard")
+    _refuse_placed(sharding.units)
     classes = reading.classes(module, sharding.units)
     before = dict(module.named_parameters())
     with task("sharding", shown=progress), unchanged_on_error(module):
@@ -503,6 +504,17 @@ def validate(
             plain = dataclasses.replace(workload, module=_plain_module(model))
             found.numerics = beside_eager(plain)
         return found
+
+
+def _refuse_placed(units: Sequence[Unit]) -> None:
+    """Raise UnitError if a parameter is a DTensor of tensor parallelism."""
+    for param in (param for unit in units for param in unit.params):
+        if param.placed is not None:
+            raise UnitError(
+                f"parameter {param.fqn!r} is a DTensor already, of tensor parallelism over "
+                f"{param.placed.group!r}: what Dynamo captures knows plain tensors. Use "
+                f"fxshard.compile or fxshard.fully_shard after parallelize_module."
+            )
 
 
 def _refuse_extended(units: Sequence[Unit], what: str, remedy: str) -> None:

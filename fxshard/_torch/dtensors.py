@@ -87,6 +87,20 @@ def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return made
 
 
+def group_id(mesh: DeviceMesh) -> str:
+    """The name that functional collectives give the group of a mesh of one dimension.
+
+    It outlives the group.
+    """
+    (name,) = mesh._dim_group_names
+    return str(name)
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that was made as such, of which `mesh` is some dimensions."""
+    return mesh._get_root_mesh()
+
+
 def inner_of(mesh: DeviceMesh) -> DeviceMesh | None:
     """The second of two meshes that were `joined`; None of any other mesh."""
     return _inner.get(mesh)

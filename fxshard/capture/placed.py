@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import dtensors
 from fxshard.errors import CaptureError
 from fxshard.ir.tensor_parallel import Placed
 
@@ -65,7 +64,9 @@ class _Held(dict[str, Any]):
         return self._made[id(held)]
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        if key not in self:
+            return default
+        return self[key]
 
     def values(self) -> Any:
         return [self[key] for key in self]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fxshard._torch.dtensors import inner_of, joined, local_tensor, under
+from fxshard._torch.dtensors import group_id, inner_of, joined, local_tensor, under
 from fxshard.errors import UnitError
 from fxshard.ir.layout import ParamLayout
 
@@ -33,26 +33,49 @@ class Placed:
         mesh: of that dimension alone.
         placements: one.
         shape, stride: of the tensor on all ranks together.
+        rank: of this one, along the dimension.
+        ranks_between: how far ranks of the other dimensions are apart: as many as this dimension
+            has, if those are neighbours.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    rank: int = 0
+    ranks_between: int = 1
+
+    @classmethod
+    def on(
+        cls,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> Placed:
+        """With what is known of `mesh` while its process group is there."""
+        first, *others = mesh.mesh.flatten().tolist()
+        between = mesh.size() if others[:1] == [first + 1] else 1
+        return cls(mesh, placements, shape, stride, mesh.get_local_rank(), between)
 
     def __deepcopy__(self, memo: Any) -> Placed:
         return self  # process groups have no copies
 
     @property
     def group(self) -> str:
-        """What operators call its ranks: the name of the dimension."""
+        """What its ranks are called: the name of the dimension."""
         return group_name(self.mesh)
+
+    @property
+    def process_group(self) -> str:
+        """What functional collectives call its ranks, on this rank."""
+        return group_id(self.mesh)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Of what this rank has."""
         rows = ParamLayout(self.shape, torch.float32, 0, tuple(self.mesh.shape), self.placements)
-        return rows.local_shape(self.mesh.get_local_rank())
+        return rows.local_shape(self.rank)
 
     @property
     def uneven(self) -> bool:
@@ -100,17 +123,17 @@ def placed(fqn: str, param: nn.Parameter) -> Placed | None:
     placements, shape, stride = tuple(param.placements), tuple(param.shape), param.stride()
     if hasattr(param, PLACE):
         mesh = inner_of(param.device_mesh)
-        return None if mesh is None else Placed(mesh, placements[-mesh.ndim :], shape, stride)
-    found = Placed(param.device_mesh, placements, shape, stride)
+        return None if mesh is None else Placed.on(mesh, placements[-mesh.ndim :], shape, stride)
     what = f"parameter {fqn!r} is a DTensor {list(param.shape)} of placements {placements}"
-    if found.mesh.ndim != 1:
+    if param.device_mesh.ndim != 1:
         raise UnitError(
-            f"{what} on {found.mesh}: fxshard shards what one dimension of tensor parallelism "
-            f"leaves. Give it the model before torch's fully_shard, and one dimension of the mesh, "
-            f"such as mesh['tp'], to parallelize_module."
+            f"{what} on {param.device_mesh}: fxshard shards what one dimension of tensor "
+            f"parallelism leaves. Give it the model before torch's fully_shard, and one dimension "
+            f"of the mesh, such as mesh['tp'], to parallelize_module."
         )
     if type(placements[0]) not in (Replicate, Shard):
         raise UnitError(f"{what}: a parameter is Shard(dim) or Replicate(). Redistribute it first.")
+    found = Placed.on(param.device_mesh, placements, shape, stride)
     local = local_tensor(param)
     if type(local) not in (Tensor, nn.Parameter) and not local.is_meta:
         raise UnitError(

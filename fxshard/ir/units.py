@@ -174,7 +174,7 @@ def find_units(
             extension = extension_of(aliases[0], param, holders[key])
         elif parallel is not None:
             raise UnitError(
-                f"parameter {aliases[0]!r} is a DTensor of tensor parallelism, and ignored: nothing "
+                f"parameter {aliases[0]!r} is a DTensor of tensor parallelism, and ignored: nobody "
                 f"would reduce its gradient over the other dimensions of the mesh. Leave it to "
                 f"fxshard, or leave it out of the plan of parallelize_module."
             )

@@ -386,8 +386,8 @@ def _check_placed(fqn: str, tensor: DTensor, world: C10dWorld | InProcessWorld) 
         joined(mesh, tensor.device_mesh)
     except RuntimeError as error:
         raise UnitError(
-            f"{what}, which is no dimension of the mesh that fxshard shards over ({mesh}): {error}. "
-            f"Make one mesh, init_device_mesh(device, (data parallel, tensor parallel), "
+            f"{what}, which is no dimension of the mesh that fxshard shards over ({mesh}): "
+            f"{error}. Make one mesh, init_device_mesh(device, (data parallel, tensor parallel), "
             f"mesh_dim_names=('dp', 'tp')), and give mesh['tp'] to parallelize_module."
         ) from error
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxshard._torch.traced_collectives import is_collective
+from fxshard._torch.traced_collectives import is_collective, ranks_of
 from fxshard.ir import dump, ops, tags
 from fxshard.ir.program import Program
 from fxshard.verify import walk
@@ -39,10 +39,10 @@ def collectives(program: Program) -> list[str]:
     """
     launches = [node for node in program.graph.nodes if ops.communicates(node)]
     uneven = any(p.placed is not None and p.placed.uneven for p in program.params.values())
-    return [f"{i} {_line(node, sized=not uneven)}" for i, node in enumerate(launches)]
+    return [f"{i} {_line(program, node, sized=not uneven)}" for i, node in enumerate(launches)]
 
 
-def _line(launch: fx.Node, *, sized: bool) -> str:
+def _line(program: Program, launch: fx.Node, *, sized: bool) -> str:
     """Not `sized`: without bytes and shapes.
 
     Where tensor parallelism cuts parameters unevenly, ranks of the mesh have different ones; those
@@ -50,7 +50,7 @@ def _line(launch: fx.Node, *, sized: bool) -> str:
     """
     tag = tags.get(launch)
     if is_collective(launch):
-        return f"{tag.phase} {_of_the_model(launch)}"
+        return f"{tag.phase} {_of_the_model(launch, program.group_of(launch))}"
     text = f"{tag.phase} {dump.operation(launch)} group={ops.group(launch)} size={launch.args[1]}"
     op = ops.argument(launch, "op")
     text += f" op={op}" if op else ""
@@ -67,13 +67,18 @@ def _line(launch: fx.Node, *, sized: bool) -> str:
     return f"{text} unit={tag.unit} bytes={size} [{what}]"
 
 
-def _of_the_model(call: fx.Node) -> str:
-    """A collective that forward calls; its group has other names on other ranks."""
+def _of_the_model(call: fx.Node, group: str | None) -> str:
+    """A collective that forward calls; torch gives its group other names on other ranks.
+
+    Args:
+        group: of tensor parallelism, what it is called here.
+    """
     plain = (value for value in call.args[:-1] if not isinstance(value, fx.Node))
     sent = [tensor for node in call.all_input_nodes for tensor in tags.tensors(node.meta["val"])]
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
     what = ", ".join(map(dump.types, sent))
-    return " ".join([str(call.target), *map(str, plain), f"bytes={size} [{what}]"])
+    where = [] if group is None else [f"group={group} size={ranks_of(call)}"]
+    return " ".join([str(call.target), *map(str, plain), *where, f"bytes={size} [{what}]"])
 
 
 def _inside(packed: fx.Node) -> list[str]:

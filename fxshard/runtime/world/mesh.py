@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard._torch import process_groups
+from fxshard._torch.dtensors import root_of
 from fxshard.config import Config, grid
 from fxshard.errors import ConfigError
 from fxshard.ir.tensor_parallel import group_name, the_mesh
@@ -100,7 +101,7 @@ def _without_tensor_parallel(
     """The dimensions of `mesh` that parameters are not placed on already.
 
     Raises:
-        ConfigError: parameters are, and there is no mesh, or fxshard would have no ranks of its own.
+        ConfigError: parameters are, and there is no mesh, or too few or too many are left.
     """
     beside = the_mesh([param for unit in units for param in unit.params])
     if beside is None:
@@ -122,6 +123,12 @@ def _without_tensor_parallel(
             f"parallelism; for the others, {left}, strategy {config.strategy!r} takes {dims}."
         )
     return mesh[left]
+
+
+def beside_tensor_parallel(units: Sequence[Unit], config: Config) -> DeviceMesh | None:
+    """The other dimensions of the mesh that parameters are placed on; None if none is placed."""
+    beside = the_mesh([param for unit in units for param in unit.params])
+    return None if beside is None else _without_tensor_parallel(root_of(beside), units, config)
 
 
 def _check_kinds(mesh: Any, process_group: Any) -> None:
