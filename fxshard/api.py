@@ -148,7 +148,8 @@ def compile(
         world_size: number of ranks (for a hybrid strategy a pair, replicas x shards); with a
             process group it must be the group's.
         mesh: a 1-D `DeviceMesh` to shard over (default: all ranks), or for a hybrid strategy a
-            2-D one, replicate x shard.
+            2-D one, replicate x shard. Of a model of ``parallelize_module`` it may have the
+            dimension of tensor parallelism too (docs/tensor-parallel.md).
         process_group: instead of `mesh`; for a hybrid strategy a pair, that of the ranks that
             share a parameter and that of the ranks that hold the same shard, as FSDP1 takes it.
         args, kwargs: an example call, to trace now and not at the first call.
@@ -282,7 +283,8 @@ def fully_shard(
         module: an `nn.Module`, or a list of such, whose parameters are one unit. A module inside of
             another one of the list counts as a part of that.
         mesh: a 1-D `DeviceMesh` to shard over, or a 2-D one, replicate x shard; the same in all
-            calls. None: the mesh of earlier calls on its submodules, or all ranks.
+            calls. Beside tensor parallelism, the data-parallel part, ``mesh["dp"]``. None: the mesh
+            of earlier calls on its submodules, or all ranks.
         reshard_after_forward: True: sharded between forward and backward; False: unsharded; an
             integer n: sharded over groups of n neighbouring ranks. None: False for the root, True
             for blocks.

@@ -49,3 +49,12 @@ def test_bitwise_as_torchs_own(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("name", GRID)
 def test_bitwise_as_torchs_own_in_each_way(ranks: Any, name: str) -> None:
     assert ranks(4).run(differing, GRID[name]) == [{}] * 4
+
+
+@pytest.mark.slow
+def test_sums_of_micro_batches_of_sequences(ranks: Any) -> None:
+    """FSDP2 adds up what ranks have of the gradients of norms, and reduces the sum over them."""
+    job = Job(cases.of_sequences, micro_batches=3, steps=1)
+    for found in ranks(4).run(differing, job):
+        gradients = {name: apart for name, apart in found.items() if "gradient of" in name}
+        assert all("norm" in name and apart < 1e-7 for name, apart in gradients.items()), found

@@ -1,6 +1,7 @@
 """States of models with tensor parallelism beside FSDP: torch's and fxshard's are one format."""
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,27 +47,35 @@ def both(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
-def interchange(rank: int, world_size: int, folder: str) -> None:
+def interchange(rank: int, world_size: int, folder: str, writer: Job, reader: Job) -> None:
     """A checkpoint of one mesh, by fxshard or torch, is loaded on another, by the other."""
-    for number, (writer, reader) in enumerate((("compile", "fsdp2"), ("fsdp2", "fully_shard"))):
-        written = replace(JOB, how=writer)
-        model = written.sharded()
-        optimizer = stepped(model, written, rank)
-        path = f"{folder}/{number}"
-        dcp.save(both(model, optimizer), checkpoint_id=path)
-        read = replace(JOB, how=reader, shape=(1, 4) if number else (4, 1))
-        other = read.sharded()
-        fresh = stepped(other, read, rank, steps=2)  # other values than those that were saved
-        state = both(other, fresh)
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        assert_equal(state_of(other, fresh), state_of(model, optimizer))
+    model = writer.sharded()
+    optimizer = stepped(model, writer, rank)
+    dcp.save(both(model, optimizer), checkpoint_id=folder)
+    other = reader.sharded()
+    fresh = stepped(other, reader, rank, steps=2)  # other values than those that were saved
+    state = both(other, fresh)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    assert_equal(state_of(other, fresh), state_of(model, optimizer))
 
 
-def test_checkpoints_go_both_ways_between_meshes(ranks: Any, tmp_path: Path) -> None:
-    ranks(4).run(interchange, str(tmp_path))
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (JOB, replace(JOB, how="fsdp2", shape=(4, 1))),
+        (replace(JOB, how="fully_shard", shape=(2, 1, 2)), replace(JOB, how="fsdp2")),
+        (replace(JOB, how="fsdp2", shape=(1, 2, 2)), replace(JOB, shape=(2, 1, 2))),
+        (replace(JOB, how="fsdp2"), replace(JOB, how="fully_shard", shape=(1, 4))),
+    ],
+)
+@pytest.mark.sample(2)
+def test_checkpoints_go_both_ways_between_meshes(
+    ranks: Any, tmp_path: Path, writer: Job, reader: Job
+) -> None:
+    ranks(4).run(interchange, str(tmp_path), writer, reader)
 
 
 def own_checkpoints(rank: int, world_size: int, folder: str) -> None:
@@ -170,6 +179,14 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         with JOB.sharded().summon_full_params():
             pass
 
+    def muon() -> None:
+        model = JOB.sharded()
+        model(JOB.batch(rank, 0)).sum().backward()
+        torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]).step()
+
+    def pickled() -> None:
+        pickle.dumps(JOB.sharded())
+
     def another_batch() -> None:
         """Of one of the ranks that compute it together."""
         model, mesh = JOB.parallel()
@@ -181,7 +198,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
     for case in (
         *(without_a_mesh, over_all_ranks, another_mesh, of_two_dimensions, a_buffer, ignored),
-        *(shard, may_differ, meta, a_layer_alone, summoned, formulas, another_batch),
+        *(shard, may_differ, meta, a_layer_alone, summoned, muon, pickled, formulas, another_batch),
     ):
         found[case.__name__] = told(case)
     return found
@@ -193,7 +210,7 @@ def full_like_a_parameter(model: nn.Module) -> Tensor:
 
 
 REFUSED = {
-    "without_a_mesh": "ConfigError: parameters are DTensors on .* Give the mesh",
+    "without_a_mesh": "UnitError: parameter 'layers.0.0.weight' is a DTensor .* give the mesh",
     "over_all_ranks": "UnitError: parameter 'layers.0.0.weight' is a DTensor already, .* over too",
     "another_mesh": "UnitError: .* no dimension of the mesh that fxshard shards over .* one mesh",
     "of_two_dimensions": "UnitError: .*'layers.1.0.weight'.* Give parallelize_module the same",
@@ -204,6 +221,8 @@ REFUSED = {
     "meta": "UnitError: .* on the meta device: fxshard does not fill those",
     "a_layer_alone": "StepError: parameter 'layers.0.0.weight', .* is read by eager code",
     "summoned": "StepError: parameter 'layers.0.0.weight', .*full_tensor",
+    "muon": "StepError: parameter .* has an update that needs all of its rows",
+    "pickled": "StepError: parameter 'layers.0.0.weight', .* cannot be pickled",
     "another_batch": "RankMismatchError: .*(_c10d_functional.all_reduce|another group of ranks)",
     "formulas": "ConfigError: formulas with parameter .* Plan once for each size",
 }

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fxshard._torch import process_groups
 from fxshard._torch.dtensors import root_of
 from fxshard.config import Config, grid
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, UnitError
 from fxshard.ir.tensor_parallel import group_name, the_mesh
 from fxshard.ir.units import Unit, check_reshard
 from fxshard.runtime.world.c10d import C10dWorld
@@ -101,16 +101,19 @@ def _without_tensor_parallel(
     """The dimensions of `mesh` that parameters are not placed on already.
 
     Raises:
-        ConfigError: parameters are, and there is no mesh, or too few or too many are left.
+        UnitError: parameters are, and there is no mesh.
+        ConfigError: too few or too many are left.
     """
     beside = the_mesh([param for unit in units for param in unit.params])
     if beside is None:
         return mesh
     if mesh is None:
-        raise ConfigError(
-            f"parameters are DTensors on {beside} already: fxshard cannot tell which ranks it is "
-            f"to shard over. Give the mesh that parallelize_module got a dimension of, mesh=mesh, "
-            f"or its data-parallel part, such as mesh=mesh['dp']."
+        first = next(p for unit in units for p in unit.params if p.placed is not None)
+        raise UnitError(
+            f"parameter {first.fqn!r} is a DTensor already, on {beside}: fxshard cannot tell which "
+            f"ranks it is to shard over. After parallelize_module give the mesh that it got a "
+            f"dimension of, mesh=mesh (fully_shard: mesh=mesh['dp']). Else give the plain model, "
+            f"before fully_shard or another fxshard.compile."
         )
     names = mesh.mesh_dim_names or ()
     left = tuple(name for name in names if mesh[name] != beside)
