@@ -148,7 +148,8 @@ def compile(
         world_size: number of ranks (for a hybrid strategy a pair, replicas x shards); with a
             process group it must be the group's.
         mesh: a 1-D `DeviceMesh` to shard over (default: all ranks), or for a hybrid strategy a
-            2-D one, replicate x shard.
+            2-D one, replicate x shard. Of a model of ``parallelize_module`` it may have the
+            dimension of tensor parallelism too (docs/tensor-parallel.md).
         process_group: instead of `mesh`; for a hybrid strategy a pair, that of the ranks that
             share a parameter and that of the ranks that hold the same shard, as FSDP1 takes it.
         args, kwargs: an example call, to trace now and not at the first call.
@@ -282,7 +283,8 @@ def fully_shard(
         module: an `nn.Module`, or a list of such, whose parameters are one unit. A module inside of
             another one of the list counts as a part of that.
         mesh: a 1-D `DeviceMesh` to shard over, or a 2-D one, replicate x shard; the same in all
-            calls. None: the mesh of earlier calls on its submodules, or all ranks.
+            calls. Beside tensor parallelism, the data-parallel part, ``mesh["dp"]``. None: the mesh
+            of earlier calls on its submodules, or all ranks.
         reshard_after_forward: True: sharded between forward and backward; False: unsharded; an
             integer n: sharded over groups of n neighbouring ranks. None: False for the root, True
             for blocks.
@@ -383,6 +385,7 @@ def shard(
     config = placed(module, config)
     sharding = _sharding(module, config, world_size, mesh, process_group)
     _refuse_extended(sharding.units, "fxshard.shard", "Use fxshard.compile or fxshard.fully_shard")
+    _refuse_placed(sharding.units)
     classes = reading.classes(module, sharding.units)
     before = dict(module.named_parameters())
     with task("sharding", shown=progress), unchanged_on_error(module):
@@ -505,6 +508,17 @@ def validate(
         return found
 
 
+def _refuse_placed(units: Sequence[Unit]) -> None:
+    """Raise UnitError if a parameter is a DTensor of tensor parallelism."""
+    for param in (param for unit in units for param in unit.params):
+        if param.placed is not None:
+            raise UnitError(
+                f"parameter {param.fqn!r} is a DTensor already, of tensor parallelism over "
+                f"{param.placed.group!r}: what Dynamo captures knows plain tensors. Use "
+                f"fxshard.compile or fxshard.fully_shard after parallelize_module."
+            )
+
+
 def _refuse_extended(units: Sequence[Unit], what: str, remedy: str) -> None:
     """Raise UnitError if a parameter is of a subclass that says what is gathered of it."""
     for param in (param for unit in units for param in unit.params):
@@ -619,11 +633,7 @@ def _device_of(world: C10dWorld | InProcessWorld) -> torch.device | None:
 
 
 def _model_lines(units: tuple[Unit, ...]) -> list[str]:
-    return [
-        f"parameter {p.fqn} {list(p.shape)} {p.dtype} Shard({p.shard_dim}) unit={unit.name}"
-        for unit in units
-        for p in unit.params
-    ]
+    return [f"{p.line} unit={unit.name}" for unit in units for p in unit.params]
 
 
 def _plain_module(model: Any) -> nn.Module:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fxshard._torch.modes import is_wrapper
 
 # What FSDP2 calls of a tensor subclass that says itself what an all-gather sends.
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+_inner: dict[DeviceMesh, DeviceMesh] = {}  # see `joined`; DTensor puts equal meshes for each other
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -67,6 +73,64 @@ def without_dtensor_handler(func: Any) -> Iterator[None]:
             handlers[func] = handler
 
 
+def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh of the dimensions of `outer`, and then those of `inner`.
+
+    Raises:
+        RuntimeError: they are not dimensions of one mesh, or have no names.
+    """
+    if not (outer.mesh_dim_names and inner.mesh_dim_names):
+        raise RuntimeError("its dimensions have no names")
+    made = DeviceMesh._concatenate([outer, inner])
+    _inner.pop(made, None)  # an equal key would stay
+    _inner[made] = inner
+    return made
+
+
+def group_id(mesh: DeviceMesh) -> str:
+    """The name that functional collectives give the group of a mesh of one dimension.
+
+    It outlives the group.
+    """
+    (name,) = mesh._dim_group_names
+    return str(name)
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that was made as such, of which `mesh` is some dimensions."""
+    return mesh._get_root_mesh()
+
+
+def inner_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The second of two meshes that were `joined`; None of any other mesh."""
+    return _inner.get(mesh)
+
+
+def under(placement: Placement, inner: Sequence[Placement], sizes: Sequence[int]) -> Placement:
+    """`placement` of the rows that `inner`, of later dimensions of the mesh, leave a rank.
+
+    If `inner` cut along the same dimension, what a rank has is no run of the full tensor's rows.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``_init_sharding_spec_tp``)
+
+    Args:
+        sizes: number of ranks, of each of `inner`.
+    """
+    if not isinstance(placement, Shard):
+        return placement
+    pairs = zip(inner, sizes, strict=True)
+    parts = [size for place, size in pairs if sharded_dim(place) == placement.dim]
+    factor = functools.reduce(int.__mul__, parts, 1)
+    return _StridedShard(placement.dim, split_factor=factor) if factor > 1 else placement
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The dimension that a placement shards along; None if it does not shard.
+
+    ``is_shard()`` is False of a `_StridedShard`.
+    """
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
 def plain(tensor: Tensor) -> Tensor:
     """What is inside of a parameter that says what is gathered; any other tensor as it is."""
     kind: Any = type(tensor)
@@ -92,10 +156,12 @@ def sharded_like(full: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return full
     mesh = like.device_mesh
-    for mesh_dim, place in enumerate(like.placements):
-        if isinstance(place, Shard):
+    strided = [isinstance(place, _StridedShard) for place in like.placements]
+    for mesh_dim in sorted(range(mesh.ndim), key=strided.__getitem__):  # they cut what others left
+        dim = sharded_dim(like.placements[mesh_dim])
+        if dim is not None:
             ranks = mesh.size(mesh_dim)
-            parts, _ = place._split_tensor(full, ranks, with_padding=False, contiguous=False)
+            parts, _ = Shard(dim)._split_tensor(full, ranks, with_padding=False, contiguous=False)
             full = parts[mesh.get_local_rank(mesh_dim)]  # a view
     return _dtensor(full.to(local_part(like).device), like)
 

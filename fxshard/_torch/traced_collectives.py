@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -247,11 +248,27 @@ def traced(refuse: Callable[[str], Exception]) -> Iterator[None]:
         yield
 
 
+_RANKS = "fxshard_ranks"  # in the metadata of a functional collective, see `note_ranks`
+
+
+def note_ranks(node: fx.Node) -> None:
+    """Note how many ranks take part in a functional collective, while its group is there."""
+    name, groups = node.args[-1], typing.cast("Any", dist.distributed_c10d)
+    if isinstance(name, str):
+        node.meta[_RANKS] = groups._resolve_process_group(name).size()
+
+
+def ranks_of(node: fx.Node) -> int | None:
+    """How many ranks take part in a functional collective; None if nobody has noted it."""
+    found: int | None = node.meta.get(_RANKS)
+    return found
+
+
 def is_collective(node: fx.Node) -> bool:
     """True if `node` is a functional collective: one that the model itself calls."""
     target = node.target
     return (
         isinstance(target, OpOverload)
-        and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+        and target.namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
         and target is not _ops.wait_tensor.default
     )

@@ -21,6 +21,7 @@ from fxshard.capture import (
     bytecode,
     hf,
     modules,
+    placed,
     precision,
     provenance,
     rng,
@@ -31,6 +32,7 @@ from fxshard.errors import CaptureError
 from fxshard.ir.domain import Symbols
 from fxshard.ir.extensions import Extension
 from fxshard.ir.program import input_name, path_name
+from fxshard.ir.tensor_parallel import Placed
 from fxshard.ir.units import Unit
 
 aten: Any = torch.ops.aten
@@ -96,6 +98,17 @@ class Request:
             if param.extension is not None and param.extension.form.inner
         }
 
+    @functools.cached_property
+    def placed(self) -> dict[int, Placed]:
+        """By identity, parameters that are DTensors of tensor parallelism."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return {
+            id(named[param.fqn]): param.placed
+            for unit in self.units
+            for param in unit.params
+            if param.placed is not None
+        }
+
     @property
     def emulates_cuda(self) -> bool:
         """CPU tensors take the place of CUDA's."""
@@ -114,6 +127,7 @@ class Returned:
         tangents: leaves that backward starts from.
         repeats: leaves that are another one, and which.
         replaced: buffers that forward has replaced, and if their new values need a gradient.
+        placed: leaves that are DTensors, and where they are.
     """
 
     spec: trees.TreeSpec
@@ -123,6 +137,7 @@ class Returned:
     tangents: tuple[int, ...]
     repeats: tuple[tuple[int, int], ...]
     replaced: dict[str, bool]
+    placed: tuple[tuple[int, Placed], ...] = ()
 
 
 class FlatCall(nn.Module):
@@ -159,6 +174,7 @@ class FlatCall(nn.Module):
         self._names: dict[int, list[tuple[dict[str, Any], str]]] = {}  # of each of its tensors
         for slots, key, tensor in modules.slots(request.model):
             self._names.setdefault(id(tensor), []).append((slots, key))
+        self._around = placed.Around(request.model, request.placed)
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> Any:
         """``(args, kwargs)`` with these tensors."""
@@ -210,6 +226,7 @@ class FlatCall(nn.Module):
             arguments_kept(args, kwargs),
             attributes.watching(),
             batch_norm.counted_in_tensors(self.model),
+            self._around.held(),
         ):
             return self.model(*args, **kwargs)
 
@@ -217,7 +234,8 @@ class FlatCall(nn.Module):
         """What the call returns, if the model returns `out` and has `replaced` buffers."""
         paths, spec = trees.tree_flatten_with_path(out)
         names = tuple(path_name(path) or "output" for path, _ in paths)
-        values = [value for _, value in paths]
+        values = [placed.local(value) for _, value in paths]
+        where = [placed.returned(*each) for each in zip(names, (v for _, v in paths), strict=True)]
         refuse_opaque(names, values, "output")
         tensors = {i: v for i, v in enumerate(values) if isinstance(v, torch.Tensor)}
         wants = [i for i, tensor in tensors.items() if tensor.requires_grad and self.grad]
@@ -236,6 +254,7 @@ class FlatCall(nn.Module):
             tangents=tuple({id(tensors[i]): i for i in begins}.values()),  # the last of the same
             repeats=tuple((i, first[id(v)]) for i, v in tensors.items() if first[id(v)] != i),
             replaced={name: self.grad and v.requires_grad for name, v in replaced.items()},
+            placed=tuple((i, place) for i, place in enumerate(where) if place is not None),
         )
         tangents = self.returned.tangents
         outputs = [

@@ -148,6 +148,14 @@ def grown(values: tuple[Any, ...], result: Any) -> Any:
     return flat.as_strided(result.shape, result.stride())
 
 
+def waited(values: tuple[Any, ...], result: Any) -> Any:
+    """What was waited for is the very tensor; its fake kernel makes another one.
+
+    Source: ``wait_tensor`` (torch/csrc/distributed/c10d/Functional.cpp).
+    """
+    return values[0].detach()
+
+
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
 
@@ -172,4 +180,5 @@ RULES: dict[Any, Rule] = {
     aten.smooth_l1_loss.default: unreduced,
     aten.soft_margin_loss.default: unreduced,
     aten.binary_cross_entropy.default: unreduced,
+    torch.ops._c10d_functional.wait_tensor.default: waited,
 }

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from fxshard._torch import checkpointing, export, modules
 from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard._torch.traced_collectives import is_collective, note_ranks
 from fxshard.capture import aliasing, precision, provenance, strides
 from fxshard.errors import CaptureError
 from fxshard.ir import tags
@@ -231,6 +232,8 @@ def _tag_compute(program: Program) -> None:
             more: dict[str, Any] = {"checkpoint": checkpoint, "save": save, "call": call}
             tag = made[what] = tags.Meta(phase, "compute", module, line=line, **more)
         held["fxshard"] = tag
+        if is_collective(node):
+            note_ranks(node)
     tags.put(
         program.output, tags.Meta("backward" if program.signature.training else "forward", "output")
     )

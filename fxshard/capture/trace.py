@@ -138,7 +138,13 @@ def capture(
             shapes.require_plain(request.leaves, request.names.__getitem__)
             refuse_opaque(request.names, request.leaves, "argument")
             before = Snapshot(model)
-            for way in WAYS:
+            if request.placed and request.symbols:
+                raise CaptureError(
+                    "sizes left open (dynamic=...) and tensor parallelism do not go together: its "
+                    "DTensors are traced with the sizes of one call. Leave dynamic out; each batch "
+                    "size gets a program of its own."
+                )
+            for way in WAYS[:1] if request.placed else WAYS:
                 if _is_worth(way, failures, request.symbols):
                     try:
                         return _captured(request, before, way)
@@ -179,6 +185,7 @@ def _captured(request: Request, before: Snapshot, way: str) -> Program:
         training=request.training and bool(returned.tangents),
         differentiable=returned.differentiable,
         repeats=returned.repeats,
+        placed=returned.placed,
     )
     program = Program(
         graph=found.traced.graph,
@@ -234,7 +241,9 @@ def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Fou
     An error of the model is left to `_of_all`, which explains it.
     """
     model = request.model
-    if isinstance(model, fx.GraphModule) or environment().flat_capture or request.extended:
+    if isinstance(model, fx.GraphModule) or environment().flat_capture:
+        return None
+    if request.extended or request.placed:
         return None
     lists, why = find.lists(model)
     if not (lists or why):
@@ -436,13 +445,17 @@ class _Setup:
             dtypes: by identity, of those that the trace sees in another dtype.
         """
         made: dict[int, torch.Tensor] = {}
-        extended = self.call.request.extended
+        extended, placed = self.call.request.extended, self.call.request.placed
         for tensors, key, tensor in modules.slots(self.call.model):
             if id(tensor) not in made:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 home = self.call.request.device if is_parameter else None
                 if id(tensor) in extended:
                     fake = self._around_fakes(extended[id(tensor)], tensor.device, home)
+                elif id(tensor) in placed:
+                    local = torch.empty(placed[id(tensor)].local_shape, device="meta")
+                    dtype = dtypes.get(id(tensor)) or tensor.dtype
+                    fake = self._like(local, dtype, home or _real(tensor.device))
                 else:
                     fake = self._like(tensor, dtypes.get(id(tensor)), home)
                 if is_parameter:
@@ -460,7 +473,7 @@ class _Setup:
         self, extension: Extension, device: torch.device, home: torch.device | None
     ) -> torch.Tensor:
         """What `fsdp_post_all_gather` makes of a parameter, a subclass, without data."""
-        home = home or (torch.device("cpu") if device.type == "meta" else device)
+        home = home or _real(device)
         traced = extension.traced(self.call.request.world_size)
         with self.mode:
             inner = [
@@ -484,6 +497,11 @@ class _Setup:
     def concretize(self, graph: fx.Graph, mode: KernelFakeMode) -> Domain | None:
         """Make every value of `graph` a fake one of `mode`, of the example call."""
         return None if self.sizes is None else shapes.concretize(graph, self.sizes, mode)
+
+
+def _real(device: torch.device) -> torch.device:
+    """Where a tensor would be that is there, or on the meta device."""
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _warn_of_changes(before: Snapshot) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxshard._torch.export import OpOverload
+from fxshard._torch.traced_collectives import is_collective, ranks_of
 from fxshard.cost.hardware import Hardware
 from fxshard.ir import ops, tags
 
@@ -144,17 +145,19 @@ def is_view(node: fx.Node) -> bool:
     return not mutates and tags.aliases_input(node)
 
 
-def node_seconds(node: fx.Node, hardware: Hardware, world_size: int = 1) -> float:
+def node_seconds(node: fx.Node, hardware: Hardware, world_size: int = 1, apart: int = 1) -> float:
     """Seconds from the start of an operator until it is done, on a stream of its own.
 
     Args:
         node: of a program, or of a region.
         hardware: where it runs.
-        world_size: ranks that share a parameter; two ranks of a `replicate` group are so far apart.
+        world_size: ranks that share a parameter.
+        apart: distance between two of them; two of a `replicate` group are `world_size` times as
+            far apart.
     """
     spec = ops.of(node)
-    if spec.collective:
-        return collective_seconds(node, hardware, world_size)
+    if ops.communicates(node):
+        return collective_seconds(node, hardware, world_size, apart)
     if spec.over == "host":
         return hardware.host.alpha + _sent(node) / hardware.host.beta
     if spec.over == "nothing" or is_view(node):
@@ -186,28 +189,36 @@ class Collective:
     passes: int = 1
 
 
-def collective(node: fx.Node, world_size: int) -> Collective:
+def collective(node: fx.Node, world_size: int, apart: int = 1) -> Collective:
     """A launch as one collective of all its bytes.
 
     A user's `comm_hook` counts as the reduce-scatter, or with one shard the all-reduce, that stands
     there without it.
 
+    One that the model calls itself is among neighbours: as those of tensor parallelism are, if
+    they can be.
+
     Args:
         node: a collective.
-        world_size: ranks that share a parameter; two ranks of a `replicate` group are so far apart.
+        world_size, apart: as for `node_seconds`.
     """
+    if is_collective(node):
+        name, made = str(node.target), sum(map(_extent, tags.tensors(node.meta["val"])))
+        given = sum(_extent(t) for n in node.all_input_nodes for t in tags.tensors(n.meta["val"]))
+        total, passes = max(made, given), 2 if "all_reduce" in name else 1
+        return Collective(total, ranks_of(node) or world_size, 1, passes)
     spec, ranks = ops.of(node), int(cast(int, node.args[1]))
     return Collective(
         total=_sent(node) * ranks ** max(0, spec.grows),
         ranks=ranks,
-        stride=world_size if ops.group(node) == "replicate" else 1,
+        stride=apart * (world_size if ops.group(node) == "replicate" else 1),
         passes=spec.passes,
     )
 
 
-def collective_seconds(node: fx.Node, hardware: Hardware, world_size: int) -> float:
+def collective_seconds(node: fx.Node, hardware: Hardware, world_size: int, apart: int = 1) -> float:
     """Seconds of a collective: of a ring, or of a tree if NCCL has one for it and it is faster."""
-    sent = collective(node, world_size)
+    sent = collective(node, world_size, apart)
     ring = ring_seconds(sent.total, sent.ranks, hardware, stride=sent.stride, passes=sent.passes)
     if sent.passes == 1 or hardware.tree is None:
         return ring

@@ -406,12 +406,14 @@ class _Walk:
         if node.target is ops.step:
             fqns = cast("list[str]", node.args[2])
             return optimizer_seconds(fqns, self._state, self._program, self.hardware)
-        return operators.node_seconds(node, self.hardware, self._program.world_size)
+        program = self._program
+        return operators.node_seconds(node, self.hardware, program.world_size, program.apart)
 
     def _sent(self, node: fx.Node) -> tuple[float, float]:
         if not ops.of(node).collective:
             return 0.0, 0.0
-        sent = operators.collective(node, self._program.world_size)
+        program = self._program
+        sent = operators.collective(node, program.world_size, program.apart)
         return operators.wire_bytes(sent, self.hardware)
 
     def _event(self, event: str) -> float:

@@ -6,6 +6,7 @@ docs/ir.md has its grammar.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import operator
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxshard._torch.traced_collectives import is_collective
 from fxshard.ir import domain, ops, tags
 from fxshard.ir.domain import Layout
 from fxshard.ir.program import Program
@@ -85,6 +87,9 @@ def line(node: fx.Node, program: Program | None = None) -> str:
         role = "input" if tag is None else "saved" if tag.role == "compute" else tag.role
         return f"%{node.name}{type_} = {role} {tag.fqn or '' if tag else ''}".rstrip()
     arguments = [_argument(a) for a in node.args]
+    group = program.group_of(node) if program is not None and is_collective(node) else None
+    if group is not None:
+        arguments[-1] = group
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
     call = f"%{node.name}{type_} = {operation(node)}({', '.join(arguments)})"
     return f"{call}  | {_tag(tag)}" if tag and _tag(tag) else call
@@ -286,7 +291,7 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
         roles = {tags.get(each).role for each in node.meta["run"]}
         apart = {"pre_gather": "pre-gather", "post_gather": "post-gather"}
         operation = apart.get(min(roles), "compute")  # it has one of these alone
-        what, size = str(node.target), 0
+        what, size = str(node.target) + _called(program, node.meta["run"]), 0
     else:
         spec = ops.of(node)
         operation = spec.operation
@@ -303,6 +308,18 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
     streams = {spec.event: spec.stream for spec in ops.OPERATORS.values()} | {"c": "compute"}
     waited = ",".join(streams[event[0]] for event in tag.waits)
     return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size)
+
+
+def _called(program: Program, run: Sequence[fx.Node]) -> str:
+    """The collectives that the model calls in a region: `` (tp: 2 all-gather, 1 all-reduce)``."""
+    counts: dict[str, collections.Counter[str]] = {}
+    for node in filter(is_collective, run):
+        name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+        name = name.removesuffix("_into_tensor").removesuffix("_tensor").replace("_", "-")
+        group = program.group_of(node) or "of the model"
+        counts.setdefault(group, collections.Counter())[name] += 1
+    each = (f"{g}: " + ", ".join(f"{n} {c}" for c, n in c.items()) for g, c in counts.items())
+    return f" ({'; '.join(each)})" if counts else ""
 
 
 def fold(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:

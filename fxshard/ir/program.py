@@ -51,6 +51,7 @@ from torch import Tensor, fx
 
 from fxshard._torch import export, fake_tensors, graphs
 from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard._torch.traced_collectives import is_collective
 from fxshard._torch.trees import TreeSpec
 from fxshard.ir import ops, tags
 from fxshard.ir.calls import Call
@@ -58,6 +59,7 @@ from fxshard.ir.domain import Domain
 from fxshard.ir.layout import ParamLayout, layouts
 from fxshard.ir.needs import Needs
 from fxshard.ir.schedule import Schedule
+from fxshard.ir.tensor_parallel import Placed
 from fxshard.ir.units import Param, Reductions, Unit
 
 
@@ -135,6 +137,7 @@ class Signature:
         differentiable: flat output indices that need a gradient in eager; the others leave
             autograd.
         repeats: flat output index, and the first one that holds the very same tensor.
+        placed: flat output index of a DTensor, and where that is; the graph gives what a rank has.
     """
 
     in_spec: TreeSpec
@@ -148,6 +151,7 @@ class Signature:
     training: bool
     differentiable: tuple[int, ...] = ()
     repeats: tuple[tuple[int, int], ...] = ()
+    placed: tuple[tuple[int, Placed], ...] = ()
 
     @property
     def starts_everywhere(self) -> bool:
@@ -249,6 +253,31 @@ class Program:
             params = {param.fqn: param for unit in self.units for param in unit.params}
             self._params = self.units, params
         return self._params[1]
+
+    @property
+    def parallel(self) -> Placed | None:
+        """Where a parameter is that tensor parallelism has placed: all are on the same ranks."""
+        return next((p.placed for p in self.params.values() if p.placed is not None), None)
+
+    @property
+    def apart(self) -> int:
+        """Distance between two ranks that share a parameter: ranks of tensor parallelism lie
+        between them if they are neighbours.
+        """
+        parallel = self.parallel
+        return 1 if parallel is None else parallel.ranks_between
+
+    def group_of(self, call: fx.Node) -> str | None:
+        """What the ranks of a collective are called; None if the model calls it on its own.
+
+        Args:
+            call: an operator of ours, or a functional collective.
+        """
+        parallel = self.parallel
+        if call.target in ops.OPERATORS or parallel is None:
+            return ops.group(call)
+        mine = is_collective(call) and call.args[-1] == parallel.process_group
+        return parallel.group if mine else None
 
     def reduces(self, fqn: str) -> Reductions:
         """Which reductions the gradient of a parameter goes through (see `Unit.reduce`)."""

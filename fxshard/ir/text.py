@@ -161,6 +161,12 @@ def _units(program: Program, writer: Writer) -> Iterator[str]:
                         f"the program cannot be written as text: parameter {param.fqn!r} is of a "
                         f"tensor subclass, whose functions have none."
                     )
+                if param.placed is not None:
+                    raise TextError(
+                        f"the program cannot be written as text: parameter {param.fqn!r} is a "
+                        f"DTensor of tensor parallelism, whose mesh has none. Dump it "
+                        f"(program.dump()), which is for people."
+                    )
                 same: tuple[str, ...] = ("aliases",) if param.aliases == (param.fqn,) else ()
                 same += ("compute_dtype",) if param.compute_dtype == param.dtype else ()
                 more = _fields(writer, name, param, ("fqn", "unit", *same))

@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import fake_tensors
 from fxshard._torch import modules as torch_modules
-from fxshard._torch.dtensors import plain
+from fxshard._torch.dtensors import local_part, plain
 from fxshard.config import ONE_STRATEGY, Config, Precision
 from fxshard.errors import CaptureError, ConfigError, UnitError
 from fxshard.ir.extensions import Extension, extension_of, has_extension
 from fxshard.ir.placements import check_names, shard_dims
+from fxshard.ir.tensor_parallel import Placed
+from fxshard.ir.tensor_parallel import placed as placed_elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Param:
     Attributes:
         fqn: its first name.
         aliases: all its names, `fqn` included.
-        shape: global shape.
+        shape: of what is sharded: all of it, or what this rank has of one that is `placed`.
         dtype: dtype of the sharded parameter.
         requires_grad: False for a frozen parameter.
         unit: index of its unit.
@@ -38,6 +40,7 @@ class Param:
         compute_dtype: dtype of the unsharded parameter and of its gradient.
         shard_dim: the dimension that it is cut along.
         extension: of a tensor subclass, what it sends in place of its shard.
+        placed: of a DTensor of tensor parallelism, where it is besides.
     """
 
     fqn: str
@@ -50,10 +53,20 @@ class Param:
     compute_dtype: torch.dtype = None  # type: ignore[assignment]  # set below: `dtype`
     shard_dim: int = 0
     extension: Extension | None = None
+    placed: Placed | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:
             object.__setattr__(self, "compute_dtype", self.dtype)
+
+    @property
+    def line(self) -> str:
+        """Its name, shape, dtype and placements, alike on all ranks of the mesh."""
+        shape, places = self.shape, [f"Shard({self.shard_dim})"]
+        if self.placed is not None:
+            shape = self.placed.shape
+            places += [f"{place} over {self.placed.group}" for place in self.placed.placements]
+        return f"parameter {self.fqn} {list(shape)} {self.dtype} {', '.join(places)}"
 
 
 Reductions: TypeAlias = Literal["all", "shards", "none"]
@@ -155,20 +168,28 @@ def find_units(
     index = {name: i for i, fqn in enumerate(fqns) for name in (fqn, *together.get(fqn, ()))}
     for position, (key, aliases) in enumerate(names.items()):
         param, extension = by_id[key], None
+        parallel = placed_elsewhere(aliases[0], param)
         if key not in out_params:
-            check_shardable(aliases[0], param)
+            check_shardable(aliases[0], param if parallel is None else local_part(param))
             extension = extension_of(aliases[0], param, holders[key])
+        elif parallel is not None:
+            raise UnitError(
+                f"parameter {aliases[0]!r} is a DTensor of tensor parallelism, and ignored: nobody "
+                f"would reduce its gradient over the other dimensions of the mesh. Leave it to "
+                f"fxshard, or leave it out of the plan of parallelize_module."
+            )
         owner = unit_of(aliases, index)
         (left_out if key in out_params else members)[owner].append(
             Param(
                 fqn=aliases[0],
                 aliases=tuple(aliases),
-                shape=tuple(param.shape),
+                shape=tuple(param.shape) if parallel is None else parallel.local_shape,
                 dtype=param.dtype,
                 requires_grad=param.requires_grad,
                 unit=owner,
                 position=position,
                 extension=extension,
+                placed=parallel,
             )
         )
     modules = dict(model.named_modules())
@@ -502,8 +523,14 @@ def _check_memory(model: nn.Module, out_params: Container[int]) -> None:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Raise UnitError if a buffer needs a gradient."""
+    """Raise UnitError if a buffer needs a gradient, or is a DTensor."""
     for fqn, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise UnitError(
+                f"buffer {fqn!r} is a DTensor: programs keep buffers as plain tensors, each rank "
+                f"its own. Register what each rank has (buffer.to_local()) in its place, or keep "
+                f"its module out of the plan of parallelize_module."
+            )
         if buffer.requires_grad:
             raise UnitError(learned_buffer(fqn))
 

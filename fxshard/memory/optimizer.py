@@ -174,8 +174,11 @@ def trace_step(
             if fqn in trained or (unused and param.requires_grad)
         }
         exchange.mixing = mixing
-        extended = (fqn for fqn, param in program.params.items() if param.extension is not None)
-        exchange.extended = frozenset(extended)
+        exchange.extended = frozenset(
+            fqn
+            for fqn, param in program.params.items()
+            if param.extension is not None or param.placed is not None
+        )
         found = record_steps(
             program, prepared, step, graded, device, mode, exchange=exchange, for_cuda=for_cuda
         )
@@ -365,7 +368,7 @@ class RecordedExchange:
         sent: what would be sent in the step that is recorded.
         numbers: of the recorder, by storage.
         mixing: does not look at what owners compute.
-        extended: FQNs of parameters of tensor subclasses.
+        extended: FQNs of parameters of tensor subclasses, and of DTensors.
     """
 
     def __init__(self, size: int, device: torch.device, rank: int = 0) -> None:
@@ -385,9 +388,9 @@ class RecordedExchange:
         for matrix in matrices:
             if matrix.fqn in self.extended:
                 raise ConfigError(
-                    f"parameter {matrix.fqn!r}, of a tensor subclass, has an update that needs all "
-                    f"of its rows (Muon): those of plain tensors are sent. Give it to an optimizer "
-                    f"that steps each element on its own."
+                    f"parameter {matrix.fqn!r}, of a tensor subclass or a DTensor of tensor "
+                    f"parallelism, has an update that needs all of its rows (Muon): those of plain "
+                    f"tensors are sent. Give it to an optimizer that steps each element on its own."
                 )
         self.sent.flops += most_flops(matrices, schedule)
         self.sent.schedules.append(owners_table(matrices, schedule))

@@ -314,6 +314,13 @@ class Plan:
                 f"is known for the {self._world} ranks that it was traced for. Plan once for each "
                 f"number of ranks, and for each size."
             )
+        placed = [p for p in self.program.params.values() if p.placed is not None]
+        if placed:
+            raise ConfigError(
+                f"formulas with parameter {placed[0].fqn!r}, a DTensor of tensor parallelism: its "
+                f"DTensors are traced with the sizes of one call. Plan once for each size, and for "
+                f"each number of ranks."
+            )
         if is_size(self.config.checkpoint):
             raise ConfigError(
                 f"formulas with checkpoint={self.config.checkpoint!r}: what is kept within a "
@@ -396,6 +403,8 @@ class Plan:
 
     @collector.paused()
     def _lifecycle(self) -> list[LifecyclePhase]:
+        if self.program.parallel is not None:
+            return []  # what torch gathers of DTensors on two dimensions is not known here
         work, config = self.workload, self.config
         step = self.step_after_backward()
         held = liveness.held_ranges(work.module, work.call, self.program)

@@ -21,12 +21,18 @@ WHAT = "what its batch needs"  # that a rank tells the others
 
 
 def require_plain(units: Sequence[Unit]) -> None:
-    """Raises ConfigError for parameters of tensor subclasses, which say themselves what is sent."""
+    """Raises ConfigError for parameters that not every rank can gather by itself."""
     for param in (param for unit in units for param in unit.params):
         if param.extension is not None:
             raise ConfigError(
                 f"ranks_may_differ=True with parameter {param.fqn!r}, of a tensor subclass: what a "
                 f"rank that does not read it would have to send is not known. Leave one out."
+            )
+        if param.placed is not None:
+            raise ConfigError(
+                f"ranks_may_differ=True with parameter {param.fqn!r}, a DTensor of tensor "
+                f"parallelism: the ranks of {param.placed.group!r} compute one batch together, and "
+                f"must take the same way through the model. Leave one out."
             )
 
 

@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxshard._torch import data_parallel
 from fxshard.errors import StepError
+from fxshard.ir.tensor_parallel import PLACE as PLACE
 
-PLACE = "_fxshard_place"  # attribute of a sharded parameter: its runtime, and its FQN
 _MARK = "_fxshard_replaced"
 _count = 0
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()

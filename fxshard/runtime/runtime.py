@@ -154,6 +154,8 @@ class Runtime(Phases):
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
         rest = iter(outputs)
         leaves = [next(rest) if constant is None else constant[0] for constant in signature.outputs]
+        for i, placed in signature.placed:
+            leaves[i] = placed.around(leaves[i])
         return trees.tree_unflatten(leaves, signature.out_spec)
 
     def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd, dtensors
-from fxshard._torch.dtensors import local_part, plain
+from fxshard._torch.dtensors import joined, local_part
 from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
 from fxshard.ir.extensions import Extension
@@ -149,7 +150,9 @@ class Slot:
             )
         if now.is_meta and not own.is_meta and now.shape == own.shape:
             return  # its unit has memory already; `ParameterStore.require_filled` complains
-        others = isinstance(tensor, DTensor) and tuple(tensor.shape) != tuple(self.param.shape)
+        placed = self.param.placed
+        shape = self.param.shape if placed is None else placed.shape
+        others = isinstance(tensor, DTensor) and tuple(tensor.shape) != tuple(shape)
         if others or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
             raise StepError(
                 f"parameter {self.param.fqn!r} is another kind of tensor than compile made it: its "
@@ -230,7 +233,7 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
     for tensor, full in full_tensors(model, device, config.param_init_fn, sync, ignored):
         if id(tensor) in params:
             fqn = params[id(tensor)].fqn
-            _take_rows(layouts[fqn], locals_[fqn], plain(full).detach(), world)
+            _take_rows(layouts[fqn], locals_[fqn], local_part(full).detach(), world)
         elif full is not tensor:
             buffers.append((tensor, full.detach()))
         del full  # before the next one is made
@@ -279,6 +282,8 @@ def _refusal(
         for fqn, tensor in originals.items():
             _check_shardable_now(fqn, tensor, world, config.offload is not None)
         for param in (param for unit in units for param in unit.params):
+            if param.placed is not None:
+                _check_filled(param.fqn, originals[param.fqn], config, bool(sync))
             if param.extension is not None:
                 _check_extension(param, param.extension, originals[param.fqn], world, config)
         left_out, stays = set(map(id, ignored)), config.param_init_fn is leave_empty
@@ -293,6 +298,18 @@ def _refusal(
     except UnitError as error:
         return error
     return None
+
+
+def _check_filled(fqn: str, tensor: nn.Parameter, config: Config, sync: bool) -> None:
+    """Raise UnitError if a parameter of tensor parallelism would have to be given values here."""
+    if sync or (tensor.is_meta and config.param_init_fn is not leave_empty):
+        raise UnitError(
+            f"parameter {fqn!r} is a DTensor of tensor parallelism "
+            + ("on the meta device" if tensor.is_meta else "(sync_module_states)")
+            + ": fxshard does not fill those. Give them values before, from the same seed or "
+            "checkpoint on all ranks; or use fxshard.fully_shard, which leaves the meta device to "
+            "model.to_empty(device=...) and what fills the model then."
+        )
 
 
 def _check_extension(
@@ -328,14 +345,9 @@ def _agree_to_sync(model: nn.Module, refusal: UnitError | None, world: C10dWorld
 def _check_shardable_now(
     fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld, offloaded: bool
 ) -> None:
-    check_shardable(fqn, tensor)
+    check_shardable(fqn, local_part(tensor))
     if isinstance(tensor, DTensor):
-        raise UnitError(
-            f"parameter {fqn!r} is a DTensor already. Give fxshard the plain model, before "
-            f"fully_shard or another fxshard.compile. With tensor parallelism: fxshard shards over "
-            f"one kind of mesh only; use torch.distributed.fsdp for what parallelize_module has "
-            f"sharded."
-        )
+        _check_placed(fqn, tensor, world)
     if autograd.has_gradient_hooks(tensor):
         raise UnitError(
             f"parameter {fqn!r} has a hook on its gradient, which sharding would drop. Register it "
@@ -350,6 +362,34 @@ def _check_shardable_now(
             f"parameter {fqn!r} is on {tensor.device}, but the mesh is of device type "
             f"{world.mesh.device_type!r}. Move the model there first, with model.to(...)."
         )
+
+
+def _check_placed(fqn: str, tensor: DTensor, world: C10dWorld | InProcessWorld) -> None:
+    """Raise UnitError if a DTensor is none of tensor parallelism beside the mesh of `world`."""
+    what = f"parameter {fqn!r} is a DTensor already, on {tensor.device_mesh}"
+    mesh = world.mesh if isinstance(world, C10dWorld) else None
+    if mesh is None:
+        raise UnitError(
+            f"{what}. In one process there is no such mesh: start with torchrun, and give "
+            f"mesh=init_device_mesh(..., mesh_dim_names=('dp', 'tp'))."
+        )
+    if {*mesh.mesh.flatten().tolist()} & {*tensor.device_mesh.mesh.flatten().tolist()} != {
+        dist.get_rank()
+    }:
+        raise UnitError(
+            f"{what}, whose ranks fxshard shards over too ({mesh}). Give fxshard the plain model, "
+            f"before fully_shard or another fxshard.compile; beside tensor parallelism, give it "
+            f"the mesh that parallelize_module got a dimension of, such as mesh=mesh (fully_shard: "
+            f"mesh=mesh['dp'])."
+        )
+    try:
+        joined(mesh, tensor.device_mesh)
+    except RuntimeError as error:
+        raise UnitError(
+            f"{what}, which is no dimension of the mesh that fxshard shards over ({mesh}): "
+            f"{error}. Make one mesh, init_device_mesh(device, (data parallel, tensor parallel), "
+            f"mesh_dim_names=('dp', 'tp')), and give mesh['tp'] to parallelize_module."
+        ) from error
 
 
 def _home(model: nn.Module, world: C10dWorld | InProcessWorld) -> torch.device:
@@ -437,14 +477,14 @@ def _exposed(slot: Slot, local: Tensor, world: C10dWorld | InProcessWorld) -> nn
 
 def as_dtensor(param: Param, local: Tensor, world: C10dWorld) -> DTensor:
     """This rank's rows as a DTensor of the parameter's global shape."""
-    stride = torch.empty(param.shape, device="meta").stride()
+    mesh, places, placed = world.mesh, world.placements(param.shard_dim), param.placed
+    if placed is None:
+        shape, stride = param.shape, torch.empty(param.shape, device="meta").stride()
+    else:
+        shape, stride = placed.shape, placed.stride
+        mesh, places = placed.over(mesh, places)
     return DTensor.from_local(
-        local,
-        world.mesh,
-        world.placements(param.shard_dim),
-        run_check=False,
-        shape=torch.Size(param.shape),
-        stride=stride,
+        local, mesh, places, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 

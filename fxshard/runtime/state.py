@@ -98,7 +98,8 @@ def _sharded_dims(tensor: Tensor) -> tuple[int, ...]:
     """The dimensions of the mesh along which ranks hold different rows."""
     if not isinstance(tensor, DTensor):
         return ()
-    return tuple(dim for dim, place in enumerate(tensor.placements) if place.is_shard())
+    dims = map(dtensors.sharded_dim, tensor.placements)
+    return tuple(mesh_dim for mesh_dim, dim in enumerate(dims) if dim is not None)
 
 
 def _summand(local: Tensor, p: float) -> Tensor:

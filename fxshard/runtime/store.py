@@ -447,9 +447,15 @@ class ParameterStore:
         slot.restore_storage()
 
     def require_plain(self, slots: Sequence[Slot], what: str) -> None:
-        """Raises StepError if a parameter is of a subclass that says what is gathered of it."""
+        """Raises StepError if eager code cannot have a parameter unsharded, as a plain tensor."""
         for slot in slots:
-            extension = slot.param.extension
+            extension, placed = slot.param.extension, slot.param.placed
+            if placed is not None:
+                raise StepError(
+                    f"parameter {slot.param.fqn!r}, a DTensor of tensor parallelism over "
+                    f"{placed.group!r}, {what}: outside of programs fxshard gathers plain tensors. "
+                    f"Call the model, or take its values with param.full_tensor()."
+                )
             if extension is not None:
                 raise StepError(
                     f"parameter {slot.param.fqn!r}, a {extension.kind.__name__}, {what}: outside "

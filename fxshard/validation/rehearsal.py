@@ -19,7 +19,7 @@ from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import FxshardModule, sharded
 from fxshard.runtime.sharding import Sharding
-from fxshard.runtime.world.mesh import mesh_of, world_over
+from fxshard.runtime.world.mesh import beside_tensor_parallel, mesh_of, world_over
 from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
 
 
@@ -53,11 +53,15 @@ def _compiled_regions(program: Program) -> set[str]:
 
 
 def on_this_rank(work: Workload) -> Sharding:
-    """A copy of the model, to be sharded over the default process group."""
+    """A copy of the model, to be sharded over the default process group.
+
+    Beside tensor parallelism, over the other dimensions of its mesh.
+    """
     module, config = copied(work.module), work.config
     units = configured_units(module, config)
-    world = world_over(mesh_of(module, config, grid(work.world_size, config)), config, units)
-    return Sharding(module, units, world, config)
+    mesh = beside_tensor_parallel(units, config)
+    mesh = mesh or mesh_of(module, config, grid(work.world_size, config))
+    return Sharding(module, units, world_over(mesh, config, units), config)
 
 
 def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps: int) -> None:

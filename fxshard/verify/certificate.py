@@ -11,10 +11,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import sympy
 from torch import fx
 
-from fxshard._torch.traced_collectives import is_collective
+from fxshard._torch.traced_collectives import is_collective, ranks_of
 from fxshard.ir import domain, dump, ops, tags
 from fxshard.ir.program import Program
 from fxshard.verify import walk
@@ -39,39 +38,51 @@ def collectives(program: Program) -> list[str]:
         3 backward fxshard.reduce_scatter group=shard size=2 op=avg unit=0 bytes=48 [head f32[4,3]]
     """
     launches = [node for node in program.graph.nodes if ops.communicates(node)]
-    found = program.domain.from_data if program.domain else frozenset()
-    return [f"{i} {_line(node, found)}" for i, node in enumerate(launches)]
+    uneven = any(p.placed is not None and p.placed.uneven for p in program.params.values())
+    return [f"{i} {_line(program, node, sized=not uneven)}" for i, node in enumerate(launches)]
 
 
-def _line(launch: fx.Node, found: frozenset[sympy.Basic]) -> str:
+def _line(program: Program, launch: fx.Node, *, sized: bool) -> str:
+    """Not `sized`: without bytes and shapes.
+
+    Where tensor parallelism cuts parameters unevenly, ranks of the mesh have different ones; those
+    of ranks that communicate are equal if parameters and placements are.
+    """
     tag = tags.get(launch)
     if is_collective(launch):
-        return f"{tag.phase} {_of_the_model(launch, found)}"
+        return f"{tag.phase} {_of_the_model(program, launch)}"
     text = f"{tag.phase} {dump.operation(launch)} group={ops.group(launch)} size={launch.args[1]}"
     op = ops.argument(launch, "op")
     text += f" op={op}" if op else ""
     sent = [tensor for node in tags.operands(launch) for tensor in tags.tensors(node.meta["val"])]
     items = {walk.item_index(item): item for item in launch.users if walk.is_item_of(item, launch)}
     what = ", ".join(
-        f"{tags.get(items[i]).fqn or '+'.join(_inside(node))} {dump.types(tensor)}"
+        f"{tags.get(items[i]).fqn or '+'.join(_inside(node))}"
+        + (f" {dump.types(tensor)}" if sized else "")
         for i, (node, tensor) in enumerate(zip(tags.operands(launch), sent, strict=True))
     )
+    if not sized:
+        return f"{text} unit={tag.unit} [{what}]"
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
     return f"{text} unit={tag.unit} bytes={size} [{what}]"
 
 
-def _of_the_model(call: fx.Node, found: frozenset[sympy.Basic]) -> str:
-    """A collective that forward calls; its group has other names on other ranks.
+def _of_the_model(program: Program, call: fx.Node) -> str:
+    """A collective that forward calls; torch gives its group other names on other ranks.
 
-    So have sizes that are `found` in the data other values: what depends on them has no bytes.
+    So have sizes that are found in the data other values: what depends on them has no bytes.
     """
     plain = (value for value in call.args[:-1] if not isinstance(value, fx.Node))
+    group = program.group_of(call)
+    where = [] if group is None else [f"group={group} size={ranks_of(call)}"]
+    text = " ".join([str(call.target), *map(str, plain), *where])
+    found = program.domain.from_data if program.domain else frozenset()
     if any(domain.depends_on(node, found) for node in call.all_input_nodes):
-        return " ".join([str(call.target), *map(str, plain), "bytes of its data"])
+        return f"{text} bytes of its data"
     sent = [tensor for node in call.all_input_nodes for tensor in tags.tensors(node.meta["val"])]
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
     what = ", ".join(map(dump.types, sent))
-    return " ".join([str(call.target), *map(str, plain), f"bytes={size} [{what}]"])
+    return f"{text} bytes={size} [{what}]"
 
 
 def _inside(packed: fx.Node) -> list[str]:
@@ -95,9 +106,7 @@ def agreement(program: Program) -> list[str]:
     """
     signature = program.signature
     lines = [
-        f"parameter {p.fqn} {list(p.shape)} {p.dtype} Shard({p.shard_dim}) unit={p.unit} "
-        f"requires_grad={p.requires_grad}"
-        for p in program.params.values()
+        f"{p.line} unit={p.unit} requires_grad={p.requires_grad}" for p in program.params.values()
     ]
     inputs = {
         int(tags.get(n).fqn or -1): n

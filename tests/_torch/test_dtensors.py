@@ -9,8 +9,9 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fxshard._torch import (
@@ -116,3 +117,48 @@ def test_rows_of_a_tensor_are_those_of_the_rank() -> None:
             assert made.placements == like.placements and made.shape == whole.shape
             assert torch.equal(dtensors.local_part(made), whole[rows])
     assert dtensors.local_part(whole) is whole and dtensors.sharded_like(whole, whole) is whole
+
+
+def test_two_dimensions_of_a_mesh_are_joined_again() -> None:
+    with process_groups.fake_process_group(1, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        both = dtensors.joined(mesh["dp"], mesh["tp"])
+        assert both == mesh and both.mesh_dim_names == ("dp", "tp")
+        assert dtensors.inner_of(both) == mesh["tp"] and dtensors.inner_of(mesh["dp"]) is None
+        assert dtensors.root_of(mesh["tp"]) == mesh
+        assert dtensors.group_id(mesh["tp"]) == mesh.get_group("tp").group_name
+        other = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+        with pytest.raises(RuntimeError):
+            dtensors.joined(other, mesh["tp"])
+        with pytest.raises(RuntimeError, match="no names"):
+            dtensors.joined(init_device_mesh("cpu", (4,)), mesh["tp"])
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rows", [8, 7, 3])
+def test_shards_of_shards_are_strided_as_fsdp2_has_them(rank: int, rows: int) -> None:
+    """Each rank has a chunk of its chunk: as FSDP2 shards parameters of tensor parallelism."""
+    with process_groups.fake_process_group(rank, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        full = torch.arange(float(rows))
+        outer = dtensors.under(Shard(0), [Shard(0)], [2])
+        assert not outer.is_shard() and dtensors.sharded_dim(outer) == 0
+        assert dtensors.under(Shard(0), [Shard(1)], [2]) == Shard(0)
+        assert dtensors.under(Replicate(), [Shard(0)], [2]) == Replicate()
+        assert dtensors.sharded_dim(Replicate()) is None
+        like = DTensor.from_local(
+            torch.empty(0), mesh, [outer, Shard(0)], shape=torch.Size([rows]), stride=(1,)
+        )
+        chunks = full.chunk(2)
+        inner = chunks[rank % 2].chunk(2) if rank % 2 < len(chunks) else ()
+        expected = inner[rank // 2] if rank // 2 < len(inner) else full[:0]
+        assert torch.equal(dtensors.sharded_like(full, like).to_local(), expected)
+        if rows % 4 == 0:
+            module = nn.Linear(1, rows, bias=False)
+            with torch.no_grad():
+                module.weight.copy_(full[:, None])
+            placed = distribute_tensor(module.weight, mesh["tp"], [Shard(0)], src_data_rank=None)
+            module.weight = nn.Parameter(placed)
+            fully_shard(module, mesh=mesh["dp"])
+            assert module.weight.placements == like.placements
+            assert torch.equal(module.weight.to_local()[:, 0], expected)

@@ -25,3 +25,19 @@ def test_methods_of_process_groups_become_functional_collectives() -> None:
         with pytest.raises(ValueError, match="barrier"):
             dist.barrier()
     assert dist.ProcessGroup.allreduce is before
+
+
+def test_ranks_of_functional_collectives_are_noted() -> None:
+    with fake_process_group(0, 3), traced_collectives.traced(ValueError):
+        graph = make_fx(reduced, tracing_mode="fake")(torch.ones(3)).graph
+        (call,) = [node for node in graph.nodes if traced_collectives.is_collective(node)]
+        assert traced_collectives.ranks_of(call) is None
+        traced_collectives.note_ranks(call)
+    assert traced_collectives.ranks_of(call) == 3
+
+
+def test_what_was_waited_for_is_the_tensor_itself() -> None:
+    """As `fxshard.capture.fakes` has it, and the fake kernel has not."""
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    value = torch.ones(3)
+    assert wait(value).data_ptr() == value.data_ptr()

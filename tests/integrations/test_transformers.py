@@ -11,9 +11,10 @@ from transformers.distributed import DistributedConfig
 
 import fxshard
 import fxshard.integrations.transformers as integration
+from tests.fsdp2 import full
 from tests.integrations.accelerating import accelerating
 from tests.integrations.trainer_cases import logged
-from tests.ranks import Ranks, told
+from tests.ranks import Ranks
 from tests.tiny import llama, tokens, training
 
 Pools = Callable[[int], Ranks]
@@ -97,19 +98,35 @@ def test_a_trainer_around_it(ranks: Pools, tmp_path: Path) -> None:
         assert ours == torchs
 
 
-def with_tensor_parallelism(rank: int, world_size: int, folder: str) -> str:
+def with_tensor_parallelism(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """With torch's FSDP2 and with fxshard, after transformers' own plan of tensor parallelism."""
+    found: dict[str, Any] = {}
     with accelerating(rank, world_size, "torch"):
-        integration.enable()
-        try:
-            return told(lambda: loaded(folder, tp_size=2))
-        finally:
+        for by in ("torch", "fxshard"):
+            if by == "fxshard":
+                integration.enable()
+            model = loaded(folder, tp_size=2)
             integration.disable()
+            assert isinstance(model, fxshard.FxshardModule) == (by == "fxshard")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            losses = []
+            for step in range(3):
+                ids = tokens(10 * step + rank // 2, 2, 6)
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            parameters = model.named_parameters()
+            found[by] = losses, {name: full(param).tolist() for name, param in parameters}
+    return found
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_is_refused(ranks: Pools, tmp_path: Path) -> None:
+def test_tensor_parallelism_as_transformers_plans_it(ranks: Pools, tmp_path: Path) -> None:
     torch.manual_seed(0)
     llama().save_pretrained(tmp_path / "saved")
-    said = ranks(4).run(with_tensor_parallelism, str(tmp_path))[0]
-    assert said.startswith("UnitError: ") and "is a DTensor already" in said
-    assert "With tensor parallelism" in said
+    answers = ranks(4).run(with_tensor_parallelism, str(tmp_path))
+    for found in answers:
+        assert found["fxshard"] == found["torch"]
+    assert answers[0]["fxshard"][0] != answers[2]["fxshard"][0], "batches differ"

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Placement
 from fxshard._torch import optimizers, process_groups
 from fxshard.errors import RankDiedError, RankMismatchError
 from fxshard.ir import layout, ops
+from fxshard.ir.tensor_parallel import group_name
 from fxshard.runtime.world import peers as patience
 from fxshard.runtime.world.backends import as_real, backend_of
 from fxshard.runtime.world.peers import Cause, Peers
@@ -71,12 +72,18 @@ class C10dWorld:
     _worlds: ClassVar[weakref.WeakSet[C10dWorld]] = weakref.WeakSet()  # all of this process
 
     def __init__(
-        self, mesh: DeviceMesh, *, sharded: bool = True, reshard: Iterable[int] = ()
+        self,
+        mesh: DeviceMesh,
+        *,
+        sharded: bool = True,
+        reshard: Iterable[int] = (),
+        beside: DeviceMesh | None = None,
     ) -> None:
         """Args:
         mesh: of the ranks.
         sharded: False: a 1-D mesh is one of replicas.
         reshard: sizes of the groups that units are resharded to after forward.
+        beside: the dimension of tensor parallelism.
         """
         self.mesh = mesh
         self.hook: Callable[..., None] | None = None  # the user's, with its state bound
@@ -95,14 +102,17 @@ class C10dWorld:
                 rows = mesh.mesh.reshape(-1, size).tolist()
                 (mine,) = [row for row in rows if dist.get_rank() in row]
                 self.groups[f"reshard{size}"] = process_groups.new_group(mine, self.groups["shard"])
+        if beside is not None:
+            self.groups[group_name(beside)] = beside.get_group()
         if mesh.device_type == "cpu":
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dist.ProcessGroup | None = None
         self.peers: dict[str, Peers] = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
-        if mesh.ndim == 2 and mesh.size() == dist.get_world_size():
+        ranks = mesh.size() * (1 if beside is None else beside.size())
+        if len(self._everyone) > 1 and ranks == dist.get_world_size():
             self._everyone = [Peers(_default_group())]
-            near = self.peers["shard"]
+            near = self.peers["shard" if sharded else "replicate"]
             self._everyone[0].next_shard = near.global_ranks[near.next_shard]
         self._peers = list(dict.fromkeys([*self._everyone, *self.peers.values()]))
         self._calls = 0  # phases with collectives that this rank has begun: calls and backwards
@@ -524,13 +534,10 @@ class C10dWorld:
         """Compare `lines` over all ranks of the mesh; all raise, or none (see `Peers.agree`).
 
         If no group has all ranks, the groups along one dimension of the mesh compare first, then
-        those along the other, with the result of the first, and then the first again.
+        those along the next, with the result of those before, and then all but the last again.
         """
         failed: RuntimeError | None = None
-        rounds = (
-            self._everyone if len(self._everyone) == 1 else [*self._everyone, self._everyone[0]]
-        )
-        for peers in rounds:
+        for peers in [*self._everyone, *self._everyone[:-1]]:
             sent = lines if failed is None else [*lines, "another group of ranks does not agree"]
             try:
                 peers.agree(sent, what, self._leave, self._calls + 1 if before else 0, before)

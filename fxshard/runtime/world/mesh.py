@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard._torch import process_groups
+from fxshard._torch.dtensors import root_of
 from fxshard.config import Config, grid
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, UnitError
+from fxshard.ir.tensor_parallel import group_name, the_mesh
 from fxshard.ir.units import Unit, check_reshard
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -24,10 +27,15 @@ log: logging.Logger = logging.getLogger("fxshard")
 
 
 def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10dWorld:
-    """The world of a mesh under a strategy; collective if units are resharded to smaller groups."""
+    """The world of a mesh under a strategy; collective if units are resharded to smaller groups.
+
+    Args:
+        mesh: of data parallelism alone.
+    """
     check_reshard(units, mesh.size(mesh.ndim - 1))
     sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
-    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes)
+    beside = the_mesh([param for unit in units for param in unit.params])
+    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes, beside=beside)
 
 
 def world_for(
@@ -65,6 +73,7 @@ def world_for(
             replicas * shards,
         )
         return InProcessWorld(shards, replicas)
+    mesh = _without_tensor_parallel(mesh, units, config)
     if process_group is not None:
         mesh = _mesh_of_groups(model, config, process_group)
     elif mesh is None:
@@ -84,6 +93,45 @@ def world_for(
             f"world_size out, or start torchrun with --nproc-per-node={world_size}."
         )
     return world_over(mesh, config, units)
+
+
+def _without_tensor_parallel(
+    mesh: DeviceMesh | None, units: Sequence[Unit], config: Config
+) -> DeviceMesh | None:
+    """The dimensions of `mesh` that parameters are not placed on already.
+
+    Raises:
+        UnitError: parameters are, and there is no mesh.
+        ConfigError: too few or too many are left.
+    """
+    beside = the_mesh([param for unit in units for param in unit.params])
+    if beside is None:
+        return mesh
+    if mesh is None:
+        first = next(p for unit in units for p in unit.params if p.placed is not None)
+        raise UnitError(
+            f"parameter {first.fqn!r} is a DTensor already, on {beside}: fxshard cannot tell which "
+            f"ranks it is to shard over. After parallelize_module give the mesh that it got a "
+            f"dimension of, mesh=mesh (fully_shard: mesh=mesh['dp']). Else give the plain model, "
+            f"before fully_shard or another fxshard.compile."
+        )
+    names = mesh.mesh_dim_names or ()
+    left = tuple(name for name in names if mesh[name] != beside)
+    if len(left) == len(names):
+        return mesh  # the data-parallel part
+    if len(left) != 1 + config.hybrid:
+        dims = "two, replicate x shard" if config.hybrid else "one"
+        raise ConfigError(
+            f"the mesh has dimensions {names}, of which {group_name(beside)!r} is that of tensor "
+            f"parallelism; for the others, {left}, strategy {config.strategy!r} takes {dims}."
+        )
+    return mesh[left]
+
+
+def beside_tensor_parallel(units: Sequence[Unit], config: Config) -> DeviceMesh | None:
+    """The other dimensions of the mesh that parameters are placed on; None if none is placed."""
+    beside = the_mesh([param for unit in units for param in unit.params])
+    return None if beside is None else _without_tensor_parallel(root_of(beside), units, config)
 
 
 def _check_kinds(mesh: Any, process_group: Any) -> None:

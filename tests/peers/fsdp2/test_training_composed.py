@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
 import fxshard
@@ -475,19 +474,3 @@ def other_method(rank: int, world_size: int) -> None:
 
 def test_forward_calls_another_method_of_a_unit(ranks: Any) -> None:
     ranks(2).run(other_method)
-
-
-# -- tensor parallelism ----------------------------------------------------------------------------
-
-
-def tensor_parallel(rank: int, world_size: int) -> str:
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
-    model = MLP(8)
-    plan = {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
-    return told(lambda: fxshard.fully_shard(model, mesh=mesh["dp"]))
-
-
-def test_tensor_parallel_parameters_are_refused(ranks: Any) -> None:
-    for said in ranks(4).run(tensor_parallel):
-        assert "is a DTensor already. Give fxshard the plain model" in said, said

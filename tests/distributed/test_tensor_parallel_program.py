@@ -1,0 +1,90 @@
+"""What a program says of tensor parallelism, on a fake process group: bytes, text, time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fxshard
+from fxshard._torch.process_groups import fake_process_group
+from fxshard.cost import operators
+from fxshard.cost.hardware import hardware_of
+from fxshard.ir import dump, ops
+from fxshard.plans.plan import Plan
+from fxshard.validation.compare import compare
+from fxshard.validation.rehearsal import split_steps, tracked
+from fxshard.verify.certificate import collectives
+from tests.distributed.tensor_parallel_cases import (
+    Job,
+    Mlp,
+    of_an_mlp,
+    of_sequences,
+    of_sequences_and_logits,
+    of_tensors,
+)
+
+
+@pytest.fixture(autouse=True)
+def ranks_without_data() -> Iterator[None]:
+    with fake_process_group(0, 4):
+        yield
+
+
+def planned(job: Job, **options: Any) -> Plan:
+    model, _ = job.parallel()
+    loss = None if job.plan is of_sequences_and_logits else lambda out: out.square().mean()
+    with job.around_loss():
+        return fxshard.plan(model, (job.batch(0, 0),), world_size=2, loss=loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        (Job(of_an_mlp, model=Mlp), {"optimizer": torch.optim.AdamW}),
+        (Job(of_tensors), {"checkpoint": "selective"}),
+        (Job(of_sequences), {"checkpoint": "full", "optimizer": torch.optim.AdamW}),
+        (Job(of_sequences_and_logits), {"backend": "inductor"}),
+        (Job(of_sequences_and_logits), {}),
+    ],
+)
+@pytest.mark.sample(2)
+def test_bytes_are_those_of_the_tracker(job: Job, options: dict[str, Any]) -> None:
+    plan = planned(job, **options)
+    with job.around_loss():
+        measured = tracked(plan.workload, 2)
+    found = compare(plan.memory, split_steps(measured, 2))
+    assert found.max_abs_difference == 0, found.table(only_different=True)
+    assert not plan.memory.lifecycle
+
+
+def test_collectives_are_named_by_their_dimension() -> None:
+    plan = planned(Job(of_an_mlp, model=Mlp))
+    lines = [line for line in collectives(plan.program) if "_c10d" in line]
+    assert len(lines) == 3 and all("all_reduce.default sum group=tp size=2" in x for x in lines)
+    assert sum("group=shard size=2" in line for line in collectives(plan.program)) > 4
+    nodes = [n for n in plan.program.graph.nodes if "all_reduce" in str(n.target)]
+    assert all(", sum, tp)" in dump.line(node, plan.program) for node in nodes)
+    assert "(tp: 1 all-reduce)" in plan.dump()
+
+
+def test_collectives_take_time_of_their_own_ranks() -> None:
+    """Those of tensor parallelism are neighbours; those of data parallelism are so far apart."""
+    program = planned(Job(of_an_mlp, model=Mlp)).program
+    calls = [node for node in program.graph.nodes if ops.communicates(node)]
+    for node in calls:
+        sent = operators.collective(node, program.world_size, program.apart)
+        mine = program.group_of(node) == "tp"
+        assert (sent.ranks, sent.stride) == ((2, 1) if mine else (2, 2))
+        if mine:
+            assert (sent.total, sent.passes) == (4 * 6 * 4, 2)
+            seconds = operators.node_seconds(node, hardware_of("h100"), 2, program.apart)
+            assert seconds > 14e-6  # what NCCL takes besides
+    assert any(program.group_of(node) == "tp" for node in calls)
+
+
+def test_blocks_share_their_regions() -> None:
+    program = planned(Job(of_sequences)).program
+    assert program.schedule is not None
+    called = [n.target for n in program.schedule.forward.nodes if n.op == "call_module"]
+    assert len(set(called)) < len(called)

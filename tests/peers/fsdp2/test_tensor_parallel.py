@@ -1,0 +1,156 @@
+"""What torch's tests of `fully_shard` do on meshes with tensor parallelism; those of FSDP1 too."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing import assert_close
+
+import fxshard
+from tests.peers.fsdp2.common import MLP, adam, average_grads, shard
+from tests.ranks import told
+
+PLAN = {"*.in_proj": ColwiseParallel(), "*.out_proj": RowwiseParallel()}
+
+
+def two_mlps(mesh: DeviceMesh, data: Any, device: str = "cpu") -> tuple[Any, Any]:
+    """A plain model, and the same one, parallelised and sharded over the dimensions `data`."""
+    torch.manual_seed(42)
+    with torch.device(device):
+        plain = nn.Sequential(MLP(8), MLP(8))
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], PLAN)
+    return plain, shard(model, mesh=mesh[data])
+
+
+def trained(rank: int, world_size: int, shape: tuple[int, ...], norm_type: float) -> None:
+    """Beside data parallelism alone: gradients, their norm, and parameters."""
+    names = ("dp", "tp") if len(shape) == 2 else ("replicate", "dp", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    ref, model = two_mlps(mesh, names[:-1])
+    data = mesh[names[:-1]]
+    group = (data if data.ndim == 1 else data._flatten("data")).get_group()
+    optimizers = adam(ref), adam(model)
+    torch.manual_seed(rank // shape[-1])
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        losses = [each(x).sum() for each in (ref, model)]
+        for loss in losses:
+            loss.backward()
+        assert_close(*losses)
+        average_grads(ref, group)
+        pairs = list(zip(ref.parameters(), model.parameters(), strict=True))
+        for theirs, mine in pairs:
+            assert isinstance(mine.grad, DTensor) and mine.grad.placements == mine.placements
+            assert_close(mine.grad.full_tensor(), theirs.grad)
+        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1, norm_type, foreach=True)
+        expected = torch.nn.utils.clip_grad_norm_(ref.parameters(), 1, norm_type)
+        assert_close(total.full_tensor(), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for theirs, mine in pairs:
+        assert_close(mine.full_tensor(), theirs)
+
+
+def test_two_dimensions_train_as_data_parallelism(ranks: Any) -> None:
+    ranks(4).run(trained, (2, 2), 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+def test_gradients_of_two_dimensions_are_clipped(ranks: Any, norm_type: float) -> None:
+    ranks(4).run(trained, (2, 2), norm_type)
+
+
+@pytest.mark.slow
+def test_three_dimensions_train_as_data_parallelism(ranks: Any) -> None:
+    ranks(8).run(trained, (2, 2, 2), 2.0)
+
+
+def placed(rank: int, world_size: int) -> None:
+    """As torch's own, by default and along another dimension."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def last(param: nn.Parameter) -> Shard | None:
+        return Shard(param.ndim - 1)
+
+    for fn in (None, last):
+        torch.manual_seed(0)
+        model = parallelize_module(nn.Sequential(MLP(8), MLP(8)), mesh["tp"], PLAN)
+        theirs = fsdp2(copy.deepcopy(model), mesh=mesh["dp"], shard_placement_fn=fn)
+        ours = fxshard.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=fn)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert (mine.placements, mine.device_mesh) == (other.placements, other.device_mesh)
+            assert torch.equal(mine.to_local(), other.to_local())
+        x = torch.randn(4, 8)
+        for each in (ours, theirs):
+            each(x).sum().backward()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+
+
+def test_parameters_are_where_fsdp2_has_them(ranks: Any) -> None:
+    ranks(4).run(placed)
+
+
+def from_meta(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _, model = two_mlps(mesh, "dp", "meta")
+    assert all(param.is_meta for param in model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    for param in model.parameters():
+        assert torch.equal(param.full_tensor(), torch.full(param.shape, 0.1))
+        assert param.grad.full_tensor().isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_meta_device_in_two_dimensions(ranks: Any) -> None:
+    ranks(4).run(from_meta)
+
+
+def scaled(rank: int, world_size: int, inf: bool) -> None:
+    """An inf of one rank skips the step of all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _, model = two_mlps(mesh, "dp")
+    scaler, optimizer = GradScaler("cpu", init_scale=2.0), adam(model)
+    scaler.scale(model(torch.randn(4, 8)).sum()).backward()
+    first = next(model.parameters())
+    if inf and rank == 1:
+        first.grad.to_local().view(-1)[0] = float("inf")
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (1.0 if inf else 2.0)
+    same = [
+        torch.equal(param.full_tensor(), was)
+        for param, was in zip(model.parameters(), before, strict=True)
+    ]
+    assert all(same) if inf else not any(same)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inf", [False, True])
+def test_a_scaler_in_two_dimensions(ranks: Any, inf: bool) -> None:
+    ranks(4).run(scaled, inf)
+
+
+def synchronised(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(MLP(8), MLP(8)), mesh["tp"], PLAN)
+    return told(lambda: fxshard.compile(model, mesh=mesh, sync_module_states=True))
+
+
+def test_states_of_rank_0_are_refused(ranks: Any) -> None:
+    for said in ranks(4).run(synchronised):
+        assert "(sync_module_states): fxshard does not fill those" in said, said
