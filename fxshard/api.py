@@ -177,6 +177,8 @@ def compile(
             kwargs=kwargs,
         )
     compiled._fxshard.progress = progress
+    if compiled._fxshard.stage is not None:
+        as_fsdp_module(compiled, compiled._fxshard)
     return compiled
 
 
@@ -249,6 +251,11 @@ def _sharding(
     """
     units = configured_units(module, config)
     world = world_for(module, config, units, world_size, mesh, process_group)
+    if config.pipeline_stage and not isinstance(world, C10dWorld):
+        raise ConfigError(
+            "pipeline_stage=True needs a process group: start with torchrun, and give "
+            "mesh=mesh['dp'], the ranks that hold the same stage. fxshard.plan needs none."
+        )
     check_reshard(units, world.size)
     config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
     world.agree(_model_lines(units), "the model")
@@ -266,6 +273,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     ranks_may_differ: bool = False,
+    pipeline_stage: bool = False,
 ) -> Any:
     """Shard `module` in place, called as `torch.distributed.fsdp.fully_shard` is.
 
@@ -296,6 +304,8 @@ def fully_shard(
         dp_mesh_dims: not supported.
         ranks_may_differ: FSDP2 has it not: batches of ranks may take different ways through the
             model, as the option of `compile` of that name says. On any of the calls.
+        pipeline_stage: FSDP2 has it not: the root is a stage of a pipeline, as the option of
+            `compile` of that name says. On any of the calls, the last one too.
 
     Returns:
         `module`.
@@ -318,8 +328,10 @@ def fully_shard(
         "ignored_params": ignored_params,
         "dp_mesh_dims": dp_mesh_dims,
         "ranks_may_differ": ranks_may_differ,
+        "pipeline_stage": pipeline_stage,
     }
     check_flag("ranks_may_differ", ranks_may_differ)
+    check_flag("pipeline_stage", pipeline_stage)
     listed = isinstance(module, (list, tuple))
     modules = outermost(module) if listed else [module]
     call = UnitCall.of(modules, **options)
