@@ -70,6 +70,7 @@ def plan(
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
     keep_outputs: bool = True,
+    in_flight: int | None = None,
     observe: Observer | None = None,
     progress: bool | None = None,
     **options: Unpack[Options],
@@ -87,7 +88,10 @@ def plan(
         loss: what the training loop computes from the model's output, outside of the model, such
             as ``lambda logits: F.cross_entropy(logits.flatten(0, 1), labels)``.
         keep_outputs: the loop still refers to the model's output in backward; else it has only the
-            loss then, as ``loss = F.cross_entropy(model(x), labels)`` has.
+            loss then, as ``loss = F.cross_entropy(model(x), labels)`` has. Of a pipeline's last
+            stage: the schedule returns its outputs.
+        in_flight: with ``pipeline_stage=True``, how many of the micro-batches are forwarded ahead
+            of the first backward, as 1F1B does: stage i of n has ``n - i``. None: all.
         observe: called as ``observe(pass name, text before, text after)`` for every pass.
         progress: show on standard error what is going on; None: on a terminal, of what takes long
             (docs/env.md: ``FXSHARD_PROGRESS``).
@@ -116,6 +120,7 @@ def plan(
         no_sync,
         loss,
         keep_outputs,
+        in_flight=in_flight,
     )
     with task("planning", shown=progress):
         return _planned(workload, observe)
@@ -463,6 +468,11 @@ def validate(
     """
     config = Config.from_options(options)
     grid(world_size, config)
+    if config.pipeline_stage:
+        raise ConfigError(
+            "validate with pipeline_stage=True: a stage runs in a schedule, beside others. Validate "
+            "its module without the option, and plan it with fxshard.plan(in_flight=...)."
+        )
     if ranks not in ("fake", "processes"):
         raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
     check_flag("numerics", numerics)

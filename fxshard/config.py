@@ -664,7 +664,7 @@ class Config:
         if not self.pipeline_stage:
             return
         for name, why in {
-            "optimizer_in_backward": "no backward of a stage has the gradients of all micro-batches",
+            "optimizer_in_backward": "no backward of a stage has all gradients of a step",
             "ranks_may_differ": "ranks agree on what a call reduces, and none of a stage's does",
             "max_inflight": "what stays unsharded for a whole schedule would count in it",
         }.items():

@@ -66,7 +66,7 @@ class Stage:
 
         Returns:
             Whether gradients of parameters count, which they do not where autograd is asked for
-            those of inputs alone, as to learn their shapes; and whether the graph is retained still.
+            those of inputs alone, as to learn their shapes; and whether the graph stays retained.
 
         Raises:
             StepError: a parameter was changed since its forward.
@@ -82,6 +82,8 @@ class Stage:
         wanted = autograd.will_accumulate(anchor)
         counts = wanted or kept
         self.backwards += counts
+        if not (kept and wanted):
+            call.shared = {}
         return counts, kept and wanted
 
     def _waiting(self) -> list[weakref.ref[Any]]:
@@ -125,8 +127,7 @@ class Stage:
     def free(self, store: ParameterStore, units: Collection[int] | None = None) -> None:
         """Reshard units, or all; calls whose backward has not run gather again."""
         mine = [fqn for fqn in self.rows if units is None or store.slots[fqn].param.unit in units]
-        for fqn in mine:
-            self.rows[fqn].untyped_storage().resize_(0)
+        store.world.free([self.rows[fqn] for fqn in mine])  # type: ignore[union-attr]
         if not self._waiting():
             for fqn in mine:
                 del self.rows[fqn]

@@ -539,6 +539,8 @@ class ParameterStore:
             del self.accumulated[slot.param.fqn], total
         world: Any = self.world
         made = eager.reduced(sent, world, self._division(slots[0], dtype))
+        if world.size > 1:
+            world.free(sent)  # the process group may hold on to the tensors
         return [self._kept(slot, shard) for slot, shard in zip(slots, made, strict=True)]
 
     def _sent(self, slot: Slot, grad: Tensor | None, dtype: torch.dtype) -> Tensor:

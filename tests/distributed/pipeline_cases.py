@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
+from fxshard.codegen.emit import TracedExecutor
+from fxshard.memory.category import Category
+from fxshard.validation.tracker import Tracker, WatchedWorld
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 11, 6, 2, 3
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -229,3 +232,165 @@ def eager(dp: int, micro: int, steps: int = 3, blocks: int = 4) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
     return Trained(losses, grads, {n: p.detach() for n, p in model.named_parameters()}, {})
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Measure:
+    """A stage's steady step: per phase the largest difference of bytes, and both peaks."""
+
+    differences: list[tuple[str, int, int]]
+    planned_peak: int
+    measured_peak: int
+
+
+def measure(
+    rank: int,
+    world_size: int,
+    pp: int,
+    micro: int,
+    options: dict[str, Any],
+    return_outputs: bool = False,
+    schedule: str = "Schedule1F1B",
+) -> Measure:
+    """Two steps of a schedule under the tracker, the first of them unwatched, and the plan."""
+    mesh = init_device_mesh("cpu", (pp, world_size // pp), mesh_dim_names=("pp", "dp"))
+    index, dp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    options = {"units": ["blocks.*"], "pipeline_stage": True, **options}
+    plain = part(net(2 * pp), index, pp)
+    module = fxshard.compile(copy.deepcopy(plain), mesh=mesh["dp"], **options)
+    tracker = Tracker()
+    module._fxshard.make_executor = lambda program, world: TracedExecutor(
+        program, WatchedWorld(world, tracker), tracker
+    )
+    stage = PipelineStage(module, index, pp, torch.device("cpu"), group=mesh.get_group("pp"))
+    runs = getattr(pipelining, schedule)(stage, micro, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    tokens, targets = batch(dp_rank, 0, micro)
+    _watch_world(tracker, module._fxshard.world)
+
+    def step() -> None:
+        target = {"target": targets} if stage.is_last else {}
+        args = (tokens,) if stage.is_first else ()
+        runs.step(*args, **target, return_outputs=return_outputs)
+        tracker.at()
+        tracker.gradients(module.parameters())
+        tracker.begin("optimizer")
+        optimizer.step()
+        tracker.optimizer_state(optimizer)
+        tracker.at()
+        tracker.begin("zero_grad")
+        optimizer.zero_grad()
+        tracker.at()
+
+    know = tracker.know
+    know(
+        (s for slot in module._fxshard.slots.values() for s in slot.shards), Category.SHARDED_PARAM
+    )
+    know([tokens] * stage.is_first + [targets] * stage.is_last, Category.INPUTS)
+    with tracker:
+        step()
+        received = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        buffers = [i.buffer for infos in received for i in infos if i.buffer is not None]
+        tracker.mark(buffers, Category.INPUTS)
+        del buffers
+        _watch(tracker, runs, stage)
+        before = len(tracker.measured())
+        step()
+    report = _planned(plain, stage, mesh, micro, options, return_outputs, schedule)
+    found = tracker.measured()[before:]
+    phases = report.phases()
+    assert [(p.phase) for p in phases] == [m.phase for m in found]
+    differences = [
+        (p.phase, p.micro_batch, _apart(p, m)) for p, m in zip(phases, found, strict=True)
+    ]
+    peak = max(max(sum(m.start), int(m.during.sum(1).max(initial=0))) for m in found)
+    return Measure(differences, report.peak_bytes, peak)
+
+
+def _planned(
+    plain: Net,
+    stage: PipelineStage,
+    mesh: Any,
+    micro: int,
+    options: dict[str, Any],
+    return_outputs: bool,
+    schedule: str,
+) -> Any:
+    tokens, targets = batch(0, 0, 1)
+    given = tokens if stage.is_first else torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
+    last = {"loss": lambda logits: loss_of(logits, targets), "keep_outputs": return_outputs}
+    ahead = stage.num_stages - stage.stage_index if schedule == "Schedule1F1B" else micro
+    return fxshard.plan(
+        plain,
+        (given,),
+        world_size=mesh["dp"].size(),
+        micro_batches=micro,
+        in_flight=ahead,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        **(last if stage.is_last else {}),
+        **options,
+    ).memory
+
+
+def _watch_world(tracker: Tracker, world: Any) -> None:
+    """Show the tracker what the world does outside of programs: frees, and what gloo makes."""
+    free, wait = world.free, world.wait
+
+    def freed(tensors: list[Tensor]) -> None:
+        free(tensors)
+        tracker.resized(tensors)
+
+    def waited(*args: Any) -> None:
+        tracker.waiting = True
+        wait(*args)
+        tracker.waiting = False
+
+    world.free, world.wait = freed, waited
+
+
+def _watch(tracker: Tracker, runs: Any, stage: PipelineStage) -> None:
+    """Mark the phases that are the schedule's."""
+    backward, reduce = stage.backward_one_chunk, stage.perform_reduce_grad
+    compute = runs._compute_loss
+
+    def backward_one_chunk(*args: Any, **kwargs: Any) -> None:
+        if stage.is_last:
+            tracker.begin("loss backward")
+        backward(*args, **kwargs)
+        sums = stage.submod._fxshard.accumulated.values()
+        tracker.mark((t for each in sums for t in each), Category.UNSHARDED_GRAD)
+        tracker.at()
+
+    def perform_reduce_grad(factor: int) -> None:
+        tracker.begin("reduction")
+        reduce(factor)
+
+    def compute_loss(output: Tensor, *args: Any) -> Tensor:
+        tracker.begin("loss")
+        output.register_hook(lambda grad: tracker.at())
+        value: Tensor = compute(output, *args)
+        tracker.at()
+        return value
+
+    stage.backward_one_chunk = backward_one_chunk  # type: ignore[method-assign]
+    stage.perform_reduce_grad = perform_reduce_grad  # type: ignore[method-assign]
+    runs._compute_loss = compute_loss
+
+
+def _apart(planned: Any, measured: Any) -> int:
+    """The largest difference of totals: at each point, or where the two have others, at some."""
+    start = abs(sum(planned.start) - sum(measured.start))
+    after, found = planned.after.sum(1), measured.after.sum(1)
+    if planned.phase in ("forward", "backward"):
+        assert len(after) == len(found)
+        ends = int(abs(after - found).max(initial=0))
+    else:
+        ends = abs(int(after[-1]) - int(found[-1]))
+    if planned.phase == "zero_grad":
+        return max(start, ends)
+    tops = (max(sum(p.start), int(p.during.sum(1).max(initial=0))) for p in (planned, measured))
+    top, seen = tops
+    return max(start, ends, abs(top - seen))
