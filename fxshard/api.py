@@ -70,6 +70,7 @@ def plan(
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
     keep_outputs: bool = True,
+    in_flight: int | None = None,
     observe: Observer | None = None,
     progress: bool | None = None,
     **options: Unpack[Options],
@@ -87,7 +88,10 @@ def plan(
         loss: what the training loop computes from the model's output, outside of the model, such
             as ``lambda logits: F.cross_entropy(logits.flatten(0, 1), labels)``.
         keep_outputs: the loop still refers to the model's output in backward; else it has only the
-            loss then, as ``loss = F.cross_entropy(model(x), labels)`` has.
+            loss then, as ``loss = F.cross_entropy(model(x), labels)`` has. Of a pipeline's last
+            stage: the schedule returns its outputs.
+        in_flight: with ``pipeline_stage=True``, how many of the micro-batches are forwarded ahead
+            of the first backward, as 1F1B does: stage i of n has ``n - i``. None: all.
         observe: called as ``observe(pass name, text before, text after)`` for every pass.
         progress: show on standard error what is going on; None: on a terminal, of what takes long
             (docs/env.md: ``FXSHARD_PROGRESS``).
@@ -116,6 +120,7 @@ def plan(
         no_sync,
         loss,
         keep_outputs,
+        in_flight=in_flight,
     )
     with task("planning", shown=progress):
         return _planned(workload, observe)
@@ -178,6 +183,8 @@ def compile(
             kwargs=kwargs,
         )
     compiled._fxshard.progress = progress
+    if compiled._fxshard.stage is not None:
+        as_fsdp_module(compiled, compiled._fxshard)
     return compiled
 
 
@@ -250,6 +257,11 @@ def _sharding(
     """
     units = configured_units(module, config)
     world = world_for(module, config, units, world_size, mesh, process_group)
+    if config.pipeline_stage and not isinstance(world, C10dWorld):
+        raise ConfigError(
+            "pipeline_stage=True needs a process group: start with torchrun, and give "
+            "mesh=mesh['dp'], the ranks that hold the same stage. fxshard.plan needs none."
+        )
     check_reshard(units, world.size)
     config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
     world.agree(_model_lines(units), "the model")
@@ -267,6 +279,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     ranks_may_differ: bool = False,
+    pipeline_stage: bool = False,
 ) -> Any:
     """Shard `module` in place, called as `torch.distributed.fsdp.fully_shard` is.
 
@@ -298,6 +311,8 @@ def fully_shard(
         dp_mesh_dims: not supported.
         ranks_may_differ: FSDP2 has it not: batches of ranks may take different ways through the
             model, as the option of `compile` of that name says. On any of the calls.
+        pipeline_stage: FSDP2 has it not: the root is a stage of a pipeline, as the option of
+            `compile` of that name says. On any of the calls, the last one too.
 
     Returns:
         `module`.
@@ -320,8 +335,10 @@ def fully_shard(
         "ignored_params": ignored_params,
         "dp_mesh_dims": dp_mesh_dims,
         "ranks_may_differ": ranks_may_differ,
+        "pipeline_stage": pipeline_stage,
     }
     check_flag("ranks_may_differ", ranks_may_differ)
+    check_flag("pipeline_stage", pipeline_stage)
     listed = isinstance(module, (list, tuple))
     modules = outermost(module) if listed else [module]
     call = UnitCall.of(modules, **options)
@@ -454,6 +471,11 @@ def validate(
     """
     config = Config.from_options(options)
     grid(world_size, config)
+    if config.pipeline_stage:
+        raise ConfigError(
+            "validate with pipeline_stage=True: a stage runs in a schedule, beside others. Validate "
+            "its module without the option, and plan it with fxshard.plan(in_flight=...)."
+        )
     if ranks not in ("fake", "processes"):
         raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
     check_flag("numerics", numerics)

@@ -74,7 +74,7 @@ REDUCE_OPS = ("avg", "sum", "max", "min")
 DEVICES = (None, "cuda")
 FLAGS = (
     *("full_precision_in_eval", "sync_module_states", "optimizer_in_backward"),
-    "ranks_may_differ",
+    *("ranks_may_differ", "pipeline_stage"),
 )
 
 
@@ -363,6 +363,13 @@ class Options(TypedDict, total=False):
     that a rank does not have counts as zeros. Without it such calls are refused.
     """
 
+    pipeline_stage: bool
+    """The model is a stage of a pipeline, for ``torch.distributed.pipelining``: each backward adds
+    to unsharded gradients, which are reduced when the schedule says so, after its last micro-batch.
+    Units with ``reshard_after_forward=False`` are gathered once per schedule. See
+    docs/pipeline-parallel.md.
+    """
+
     max_variants: int
     """How many programs a model may get, for calls that no earlier one serves."""
 
@@ -424,6 +431,7 @@ class Config:
     dynamic: Mapping[Any, Any] | Literal[False] | None = None
     data_sizes: int | Mapping[str, int | Sequence[int]] | None = None
     ranks_may_differ: bool = False
+    pipeline_stage: bool = False
     max_variants: int = 16
     device: Literal["cuda"] | torch.device | None = None
     memory_budget: int | str | None = None
@@ -477,6 +485,7 @@ class Config:
             raise ConfigError("optimizer_in_backward=True needs an optimizer=... to run.")
         self._check_reshard()
         self._check_differing()
+        self._check_stage()
         self._check_checkpoint()
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
@@ -668,6 +677,21 @@ class Config:
             if (value not in legal) if legal else value == "post":
                 raise ConfigError(
                     f"{name}={value!r} with ranks_may_differ=True: {why}. Leave one of the two out."
+                )
+
+    def _check_stage(self) -> None:
+        """The gradients of a stage are reduced outside of its program."""
+        if not self.pipeline_stage:
+            return
+        for name, why in {
+            "optimizer_in_backward": "no backward of a stage has all gradients of a step",
+            "ranks_may_differ": "ranks agree on what a call reduces, and none of a stage's does",
+            "max_inflight": "what stays unsharded for a whole schedule would count in it",
+        }.items():
+            value = getattr(self, name)
+            if value not in (False, None):
+                raise ConfigError(
+                    f"{name}={value!r} with pipeline_stage=True: {why}. Leave one of the two out."
                 )
 
     def _check_reshard(self) -> None:

@@ -307,6 +307,9 @@ def make_program(
     wanted = [p.requires_grad for unit in units for p in (*unit.params, *unit.ignored)]
     wanted += [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
     training = torch.is_grad_enabled() and any(wanted)
+    if config.pipeline_stage and training:
+        units, sync = tuple(for_schedule(unit, world) for unit in units), False
+        kept = [param.fqn for unit in units if unit.stays for param in unit.params]
     captures = {} if captures is None else captures
     symbols = symbols or {}
     call = in_spec, shapes.alike(leaves, symbols)
@@ -355,6 +358,9 @@ def make_program(
         program.reached = normalize.reached(captures[key, sizes])
         program.replicas, program.sync = replicas, sync
         program.accumulated, program.partial = frozenset(accumulated), frozenset(partial)
+        if config.pipeline_stage and training:
+            made = {result.name for result in program.results if result.kind == "grad"}
+            program.accumulated = frozenset(made & program.params.keys())
         program.kept, program.comm_hook = frozenset(kept), comm_hook
         program.common = common
         program.offloaded = config.offload is not None
@@ -363,6 +369,16 @@ def make_program(
         return program
 
     return rewritten(sharded, passes, observe)
+
+
+def for_schedule(unit: Unit, world: int) -> Unit:
+    """A unit of a pipeline's stage, in a micro-batch: what forward would leave unsharded is there.
+
+    The schedule has it gathered (`fxshard.runtime.stage`), if ranks share it. Parameters of tensor
+    subclasses are gathered by programs alone.
+    """
+    plain = all(param.extension is None for param in unit.params)
+    return dataclasses.replace(unit, stays=unit.reshard is False and world > 1 and plain)
 
 
 def rewritten(

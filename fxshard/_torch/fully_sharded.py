@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
     _fsdp_init,
@@ -200,6 +201,18 @@ def propagation_unseen() -> Iterator[None]:
     ]
     with replaced(changes):
         yield
+
+
+STATES: str = STATE_KEY  # where modules keep the states of torch's composable functions
+
+
+def set_state(module: nn.Module, state: Any) -> None:
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` give `state`.
+
+    (torch/distributed/_composable/contract.py, ``contract``)
+    """
+    function: Any = fully_shard
+    module.__dict__[STATES] = {function.__wrapped__: state}
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

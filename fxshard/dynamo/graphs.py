@@ -57,6 +57,7 @@ _REFUSED = {
     "optimizer_in_backward": "a parameter that two graphs read would be stepped twice",
     "memory_budget": "no example call is planned before Dynamo captures one",
     "ranks_may_differ": "a graph is a piece of a call, and ranks may have other pieces",
+    "pipeline_stage": "a stage runs one program per micro-batch, and a graph is a piece of it",
     "full_precision_in_eval": "Dynamo decides dtypes when it traces",
 }
 

@@ -153,7 +153,8 @@ class Phase(NamedTuple):
     """A run of points.
 
     Attributes:
-        name: "forward", "loss", "loss backward", "backward", "optimizer" or "zero_grad".
+        name: "forward", "loss", "loss backward", "backward", "reduction" (of a pipeline's stage),
+            "optimizer" or "zero_grad".
         micro_batch: which of the step's, from 0; -1 after the last.
         start: number of the point before it.
         points: how many points follow that one.

@@ -47,6 +47,8 @@ from fxshard.memory.optimizer import OptimizerStep, Parts
 from fxshard.memory.recording import Event
 from fxshard.memory.report import AskedPlan, MemoryReport
 
+LOSS_PARTS = ("loss", "loss backward")  # names of phases
+
 
 def held_ranges(
     model: nn.Module,
@@ -125,6 +127,7 @@ def analyse(
     *,
     formulas: bool = False,
     plan: AskedPlan | None = None,
+    scheduled: Walk | None = None,
 ) -> MemoryReport:
     """The live ranges of the first and of the steady step.
 
@@ -136,13 +139,15 @@ def analyse(
         device: type of the device that it is planned for.
         formulas: the ranges get `LiveRange.formula`; then `held`, `step` and `loss` have theirs.
         plan: what the report asks where the program is needed.
+        scheduled: the walk of a pipeline's schedule up to the optimizer; None: of a loop.
     """
     last = programs[-1]
     if step is not None and step.parts is not None:
         first = _walk_with_steps(programs, held, step, step.initial, step.parts[0], loss, formulas)
         steady = _walk_with_steps(programs, held, step, step.held, step.parts[1], loss, formulas)
     else:
-        first, steady = _walks(programs, held, step, loss, formulas)
+        steady = scheduled or _walk(programs, held, loss, formulas)
+        first, steady = _stepped(steady, last, step)
     return MemoryReport(
         first=first.ledger,
         steady=steady.ledger,
@@ -157,18 +162,17 @@ def analyse(
     )
 
 
-def _walks(
-    programs: Sequence[Program],
-    held: list[LiveRange],
-    step: OptimizerStep | None,
-    loss: LossStep | None,
-    formulas: bool,
-) -> tuple[Walk, Walk]:
-    """The first step and the steady one, which differ in what the optimizer holds and makes."""
-    steady = Walk(held, formulas=formulas)
+def _walk(
+    programs: Sequence[Program], held: list[LiveRange], loss: LossStep | None, formulas: bool
+) -> Walk:
+    walk = Walk(held, formulas=formulas)
     for number, program in enumerate(programs):
-        steady.run(program, number, loss)
-    last = programs[-1]
+        walk.run(program, number, loss)
+    return walk
+
+
+def _stepped(steady: Walk, last: Program, step: OptimizerStep | None) -> tuple[Walk, Walk]:
+    """The first step and the steady one, which differ in what the optimizer holds and makes."""
     first = steady
     if step is not None and last.signature.training:
         first = steady.forked()
@@ -235,6 +239,7 @@ class Walk:
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
         self._partial: dict[str, list[int]] = {}  # partial sums of sharded ones
         self._kept: dict[str, list[int]] = {}  # parameters that stay unsharded between calls
+        self._past: list[int] = []  # what the caller holds on to until the next step
         self._optimizers: dict[int, int] = {}  # storage in the recording of a step -> storage
 
     def forked(self) -> Walk:
@@ -259,13 +264,7 @@ class Walk:
 
     def run(self, program: Program, micro_batch: int, loss: LossStep | None = None) -> None:
         """Walk forward and backward of one micro-batch."""
-        assert program.schedule is not None
-        self.program = program
-        self.schedule: Schedule = program.schedule
-        self._params = program.params
-        self._sizes = symbolic.expressions(program) if self._formulas else {}
-        self._dead_in: dict[int, dict[fx.Node, list[fx.Node]]] = {}  # by region
-        self._categories = gradient_categories(program, unreached(program, loss))
+        self._enter_program(program, loss)
         caller: list[int] = []  # outputs and tangents: the caller holds them until backward ends
         saved: list[list[int]] = []
         for phase, graph in self.schedule.phases():
@@ -274,14 +273,20 @@ class Walk:
             else:
                 self._backward(graph, micro_batch, loss, caller, saved)
 
+    def _enter_program(self, program: Program, loss: LossStep | None) -> None:
+        assert program.schedule is not None
+        self.program = program
+        self.schedule: Schedule = program.schedule
+        self._params = program.params
+        self._sizes = symbolic.expressions(program) if self._formulas else {}
+        self._dead_in: dict[int, dict[fx.Node, list[fx.Node]]] = {}  # by region
+        self._categories = gradient_categories(program, unreached(program, loss))
+
     def _forward(
         self, graph: fx.Graph, micro_batch: int, caller: list[int], saved: list[list[int]]
     ) -> None:
         self.now = self.ledger.begin("forward", micro_batch)
-        for fqn in self.program.accumulated:
-            if fqn not in self._sums:
-                size = accumulated_bytes(self.program, fqn)
-                self._sums[fqn] = [self._summed(fqn, Category.UNSHARDED_GRAD, size)]
+        self._sums_are_there("forward")
         for fqn in self.program.partial:
             if fqn not in self._partial:
                 size = partial_bytes(self.program, fqn)
@@ -307,6 +312,13 @@ class Walk:
         if not self.program.signature.training:
             self._release(caller)
 
+    def _sums_are_there(self, phase: str) -> None:
+        """A phase begins with the gradients that earlier steps have accumulated."""
+        for fqn in self.program.accumulated if phase == "forward" else ():
+            if fqn not in self._sums:
+                size = accumulated_bytes(self.program, fqn)
+                self._sums[fqn] = [self._summed(fqn, Category.UNSHARDED_GRAD, size)]
+
     def _backward(
         self,
         graph: fx.Graph,
@@ -317,11 +329,11 @@ class Walk:
     ) -> None:
         taken: dict[int, int] = {}  # gradients of outputs that backward frees
         if loss is not None:
-            made = self._dropped(loss, caller)
-            self._loss(loss, micro_batch, self._labels(graph, loss), made)
+            made = self._made_by_loss(loss, micro_batch, graph, caller)
             taken = {number: made.pop(number) for number in loss.taken if number in made}
             caller += made.values()
         self.now = self.ledger.begin("backward", micro_batch)
+        self._sums_are_there("backward")
         if loss is not None:  # the engine drops what backward does not read
             dropped = taken.keys() - _read(graph, loss)
             self._release([taken.pop(number) for number in dropped])
@@ -330,7 +342,7 @@ class Walk:
             if tags.get(node).role != "tangent":
                 env[node] = self._enter(node, saved)
             elif loss is None:
-                env[node] = self._allocate(node, self._label(node))
+                env[node] = self._arriving(node)
                 self._hold(env[node])
                 caller += env[node]
             elif tags.get(node).fqn in loss.tangents:  # the loss's own backward made it
@@ -414,7 +426,21 @@ class Walk:
         self.ledger.begin("zero_grad", -1)
         self.now = 2 * self.ledger.add([Moment("zero_grad")])
         state = {*self._optimizers.values(), *(t for kept in self._kept.values() for t in kept)}
+        state |= {*self._past}
         self._end([token for token in self._open if token not in state])
+
+    def _arriving(self, tangent: fx.Node) -> list[int]:
+        """The gradient of an output, of a loop whose loss is not known."""
+        return self._allocate(tangent, self._label(tangent))
+
+    def _made_by_loss(
+        self, loss: LossStep, micro_batch: int, graph: fx.Graph, caller: list[int]
+    ) -> dict[int, int]:
+        """What the loss and its own backward leave, by number in its recording."""
+        made = self._dropped(loss, caller)
+        for part in LOSS_PARTS:
+            self._loss(part, loss, micro_batch, self._labels(graph, loss), made)
+        return made
 
     def _labels(self, graph: fx.Graph, loss: LossStep) -> dict[int, Category]:
         """Of the gradients of outputs: those that are gradients of parameters as they come."""
@@ -444,21 +470,22 @@ class Walk:
         return found
 
     def _loss(
-        self, loss: LossStep, micro_batch: int, labels: dict[int, Category], made: dict[int, int]
+        self,
+        part: str,
+        loss: LossStep,
+        micro_batch: int,
+        labels: dict[int, Category],
+        made: dict[int, int],
     ) -> None:
-        """The user's loss and its own backward; `made`: storages by number in the recording."""
-        parts = (
-            ("loss", loss.forward, Category.ACTIVATION),
-            ("loss backward", loss.backward, Category.TEMP),
-        )
-        for name, events, category in parts:
+        """The user's loss or its own backward; `made`: storages by number in the recording."""
+        other = Category.ACTIVATION if part == "loss" else Category.TEMP
 
-            def made_by(op: str, number: int, size: int, other: Category = category) -> LiveRange:
-                label = labels.get(number, other)
-                return LiveRange(0, op, op, LOSS, label, size, formula=loss.formulas.get(number))
+        def made_by(op: str, number: int, size: int) -> LiveRange:
+            label = labels.get(number, other)
+            return LiveRange(0, op, op, LOSS, label, size, formula=loss.formulas.get(number))
 
-            self.ledger.begin(name, micro_batch)
-            self._replay(events, LOSS, made, made_by)
+        self.ledger.begin(part, micro_batch)
+        self._replay(loss.forward if part == "loss" else loss.backward, LOSS, made, made_by)
 
     def _summed(self, fqn: str, category: Category, size: int) -> int:
         """What an earlier step has left: a sum of gradients, or an unsharded parameter."""
@@ -520,12 +547,9 @@ class Walk:
                 self._end(env[source])
         elif row.target is ops.keep:
             for fqn, source in zip(row.args[1], tags.operands(row), strict=True):  # type: ignore[arg-type]
-                self._release(self._kept.pop(fqn, []))
-                self._kept[fqn] = env[source]
-                self._hold(env[source])
+                self._keep(fqn, env[source])
         elif row.target is ops.kept:
-            for fqn, item in zip(row.args[1], items, strict=True):  # type: ignore[arg-type]
-                env[item] = self._kept.pop(fqn)
+            env.update(zip(items, self._taken(row.args[1]), strict=True))  # type: ignore[arg-type]
         elif transfers.is_in_place(row):
             for item, source in zip(items, tags.operands(row), strict=True):
                 env[item] = env[source]
@@ -537,6 +561,16 @@ class Walk:
         else:  # a view of a buffer that cuts its padding
             env[row] = [t for n in row.all_input_nodes for t in env[n]]
             self._hold(env[row])
+
+    def _keep(self, fqn: str, tokens: list[int]) -> None:
+        """The caller keeps an unsharded parameter for the next forward."""
+        self._release(self._kept.pop(fqn, []))
+        self._kept[fqn] = tokens
+        self._hold(tokens)
+
+    def _taken(self, fqns: Sequence[str]) -> list[list[int]]:
+        """What it has kept."""
+        return [self._kept.pop(fqn) for fqn in fqns]
 
     def _step_row(self, row: fx.Node) -> None:
         """A step of the optimizer: one point, with the most bytes alive within it."""

@@ -38,6 +38,7 @@ class LossStep:
         arrived: outputs (flat indices) that the loss reaches.
         dropped: storage of each output that the program computes, where the loop drops them when
             it has the loss: they die when the loss has read them last. Else empty.
+        value: storage of the loss itself; None if no operator made it.
     """
 
     forward: list[Event]
@@ -49,6 +50,7 @@ class LossStep:
     conditions: list[tuple[sympy.Basic, str]] = dataclasses.field(default_factory=list)
     arrived: frozenset[int] = frozenset()
     dropped: tuple[int | None, ...] = ()
+    value: int | None = None
 
 
 UNSEEN = -1  # storage that no operator made: a constant that the loss's own backward gave
@@ -230,6 +232,7 @@ def trace_loss(
                     outputs.clear()
                 parts.append(recorder.events)
                 recorder.events = [Event("start", [], [])]
+                number = recorder.numbers.get(id(value.untyped_storage()))
                 value.backward()
             if len(parts) < 2:
                 raise ConfigError("loss=... sends no gradient back to what the model returned.")
@@ -252,6 +255,7 @@ def trace_loss(
         tangents,
         taken,
         arrived=frozenset(reached),
+        value=number,
         dropped=()
         if keep_outputs
         else tuple(

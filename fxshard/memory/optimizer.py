@@ -282,7 +282,8 @@ def _made(step: OptimizerStep) -> dict[int, int]:
 
 def _trained(program: Program) -> set[str]:
     """FQNs of the parameters that a gradient arrives at."""
-    return {r.name for r in program.results if r.kind == "grad"} | transfers.stepped(program).keys()
+    made = {result.name for result in program.results if result.kind == "grad"}
+    return made | program.accumulated | transfers.stepped(program).keys()
 
 
 def unused(program: Program) -> bool:

@@ -201,6 +201,7 @@ class Resident:
         program, step = plan.program, plan.step_after_backward()
         self._units = program.units
         self._trained = {result.name for result in program.results if result.kind == "grad"}
+        self._trained |= program.accumulated
         state = step.between_steps().bytes if step else {}
         self._state = {
             fqn: state.get(fqn, 0) // elements

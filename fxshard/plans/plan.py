@@ -25,7 +25,7 @@ from fxshard.host import collector, progress
 from fxshard.ir import domain, dump, tags, transfers
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit, configured_units
-from fxshard.memory import liveness, symbolic
+from fxshard.memory import liveness, schedule, symbolic
 from fxshard.memory.explain import WhatIf
 from fxshard.memory.formula import Range, StepFormulas
 from fxshard.memory.gradients import unreached
@@ -172,7 +172,8 @@ class Plan:
     @functools.cached_property
     def _loss(self) -> LossStep | None:
         work = self.workload
-        return trace_loss(self.program, work.loss, keep_outputs=work.keep_outputs)
+        kept = work.keep_outputs or self.config.pipeline_stage  # schedules hold them until backward
+        return trace_loss(self.program, work.loss, keep_outputs=kept)
 
     def other_starts(self) -> tuple[int, ...] | None:
         """The outputs that the loss is made of, if the program does not start from all of them."""
@@ -191,6 +192,7 @@ class Plan:
         params = *program.params.values(), *program.ignored.values()
         rows = tuple((p.fqn, p.shape, p.dtype, p.requires_grad, p.position) for p in params)
         trained = frozenset(r.name for r in program.results if r.kind == "grad")
+        trained |= program.accumulated  # of a pipeline's stage: its schedule reduces them
         without = unreached(program, self._loss)
         optimizer = self.config.optimizer
         stepped = frozenset(transfers.stepped(program))
@@ -223,7 +225,15 @@ class Plan:
         loss, work = self._loss, self.workload
         held = liveness.held_ranges(work.module, work.call, self.program, loss)
         device = str(self.config.device or self.program.device.type)
-        return liveness.analyse(self.programs, held, step, loss, device, plan=_Asked(self))
+        scheduled = None
+        if self.config.pipeline_stage and self.program.signature.training:
+            count = work.micro_batches
+            held = schedule.held_by_schedule(held, self.program, count, loss)
+            ahead, kept = work.in_flight or count, work.keep_outputs
+            scheduled = schedule.walked(self.program, held, count, ahead, loss, keep_outputs=kept)
+        return liveness.analyse(
+            self.programs, held, step, loss, device, plan=_Asked(self), scheduled=scheduled
+        )
 
     def at(self, *, traced: bool = False, **sizes: int) -> Plan:
         """The plan of the same step for other sizes of ``dynamic=`` and of ``world``.
@@ -306,6 +316,11 @@ class Plan:
             raise ConfigError(
                 "formulas with backend='inductor': what compiled regions allocate is read from the "
                 "code that is generated for the sizes of one call. Plan with backend='eager'."
+            )
+        if self.config.pipeline_stage:
+            raise ConfigError(
+                "formulas with pipeline_stage=True: plan once for each size, number of ranks and "
+                "of micro-batches in flight."
             )
         extended = [p for p in self.program.params.values() if p.extension is not None]
         if extended:

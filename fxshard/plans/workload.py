@@ -28,6 +28,7 @@ class Changes(Options, total=False):
     no_sync: bool
     loss: Callable[[Any], torch.Tensor] | None
     keep_outputs: bool
+    in_flight: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Workload:
         keep_outputs: the loop still refers to the model's output in backward.
         tangents: the outputs (flat indices) that backward starts from; None: as
             `fxshard.capture.trace.capture` chooses.
+        in_flight: of a pipeline's stage, how many forwards run ahead of the first backward; None:
+            all of the step.
     """
 
     module: nn.Module
@@ -56,6 +59,7 @@ class Workload:
     loss: Callable[[Any], torch.Tensor] | None = None
     keep_outputs: bool = True
     tangents: tuple[int, ...] | None = None
+    in_flight: int | None = None
 
     def __post_init__(self) -> None:
         if not is_count(self.micro_batches):
@@ -64,6 +68,22 @@ class Workload:
                 f">= 1."
             )
         check_flag("no_sync", self.no_sync)
+        if self.in_flight is not None and not is_count(self.in_flight):
+            raise ConfigError(
+                f"in_flight={self.in_flight!r}: expected how many micro-batches run forward ahead "
+                f"of the first backward, an integer >= 1; in 1F1B, how many stages of the "
+                f"pipeline there are from this one to the last."
+            )
+        if self.in_flight is not None and not self.config.pipeline_stage:
+            raise ConfigError(
+                f"in_flight={self.in_flight} without pipeline_stage=True: in a loop each backward "
+                f"follows its forward. Give pipeline_stage=True, or leave in_flight out."
+            )
+        if self.no_sync and self.config.pipeline_stage:
+            raise ConfigError(
+                "no_sync=True with pipeline_stage=True: no micro-batch of a stage is reduced, and "
+                "the schedule's end reduces their sum. Leave no_sync out."
+            )
         if self.loss is not None:
             check_called("loss", self.loss, "what the model returns")
         check_flag("keep_outputs", self.keep_outputs)

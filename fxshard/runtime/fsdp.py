@@ -79,6 +79,11 @@ class FsdpMethods(UnitMethods):
                 to reduce, parameters are offloaded, or there is a hook already.
         """
         runtime = self._fxshard
+        if runtime.stage is not None:
+            raise ConfigError(
+                "register_comm_hook with pipeline_stage=True: the gradients of a stage are reduced "
+                "outside of its program. Leave one of the two out."
+            )
         if not isinstance(runtime.world, C10dWorld):
             raise ConfigError("register_comm_hook needs a process group: start with torchrun.")
         config = runtime.config
@@ -180,7 +185,10 @@ class FsdpMethods(UnitMethods):
             StepError: at the end, see `summon_full_params`; also of what was written both
                 unsharded and as a shard.
         """
-        self._fxshard.unshard(**options)
+        if self._fxshard.stage is not None and async_op:  # of a schedule
+            self._fxshard.stage.gather(self._fxshard)
+        else:
+            self._fxshard.unshard(**options)
         return Unsharded(self)
 
     def reshard(self) -> None:

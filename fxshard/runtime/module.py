@@ -15,6 +15,7 @@ from typing import Any, Self
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fxshard._torch.fully_sharded import STATES
 from fxshard.capture import hf
 from fxshard.capture.swapped import (
     METHODS,
@@ -33,6 +34,7 @@ from fxshard.runtime.fsdp import FsdpMethods
 from fxshard.runtime.gathering import as_plain, let_gather
 from fxshard.runtime.runtime import MakeExecutor, Runtime
 from fxshard.runtime.sharding import Sharding
+from fxshard.runtime.stage import as_stage
 from fxshard.runtime.unit_methods import REFUSALS
 from fxshard.runtime.unit_modules import (
     UnitModule,
@@ -42,6 +44,8 @@ from fxshard.runtime.unit_modules import (
     subclass_of,
     unit_class,
 )
+
+_OURS = (STATE, STATES)  # what fxshard adds to the attributes of a model
 
 
 class FxshardModule(FsdpMethods):
@@ -109,12 +113,14 @@ class FxshardModule(FsdpMethods):
         made = object.__new__(type(self))
         memo[id(self)] = made
         runtime = copy.deepcopy(self._fxshard, memo)  # first: it knows how to copy parameters
-        rest = {key: value for key, value in self.__dict__.items() if key != STATE}
+        rest = {key: value for key, value in self.__dict__.items() if key not in _OURS}
         made.__dict__.update(copy.deepcopy(rest, memo))
         made.__dict__[STATE] = runtime
         runtime.note_parts()
         let_gather(runtime)
         give_methods(runtime)
+        if runtime.stage is not None:
+            as_stage(made)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -127,7 +133,7 @@ class FxshardModule(FsdpMethods):
         self._fxshard.require_plain(slots, "cannot be pickled with its module")
         state: Any = super().__getstate__()
         if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key != STATE}
+            state = {key: value for key, value in state.items() if key not in _OURS}
         fsdp2 = isinstance(self, FSDPModule)
         made_of = users_class(self), vars(type(self))[METHODS], fsdp2
         return _unpickled, made_of, (state, self._fxshard)
@@ -139,6 +145,8 @@ class FxshardModule(FsdpMethods):
         runtime.restored()
         let_gather(runtime)
         give_methods(runtime)
+        if runtime.stage is not None:
+            as_stage(self)
 
 
 def sharded(
@@ -171,6 +179,8 @@ def as_fsdp_module(model: nn.Module, runtime: Runtime) -> None:
     if not isinstance(model, FSDPModule):
         exchange(model, _fxshard_class(users_class(model), vars(type(model))[METHODS], True))
     give_methods(runtime)
+    if runtime.stage is not None:
+        as_stage(model)
 
 
 def released(model: nn.Module) -> Runtime:
@@ -180,6 +190,7 @@ def released(model: nn.Module) -> Runtime:
         The runtime that the model had.
     """
     runtime: Runtime = model.__dict__.pop(STATE)
+    model.__dict__.pop(STATES, None)
     model.__class__ = users_class(model)
     runtime.inside.put_back(model)
     return runtime

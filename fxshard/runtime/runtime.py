@@ -27,7 +27,7 @@ from fxshard.host.progress import task
 from fxshard.ir import transfers
 from fxshard.ir.domain import Symbols
 from fxshard.ir.needs import Needs
-from fxshard.ir.program import Program
+from fxshard.ir.program import Program, Signature
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
@@ -145,6 +145,11 @@ class Runtime(Phases):
             if not signature.starts_everywhere:
                 names = list(dict.fromkeys([*names, *trained(variant.program)]))
                 starting = self.starting
+            if self.stage is not None:
+                self.stage.gather(self)
+                call = Call(self, variant, [""], starting)
+                outputs = list(Step.apply(call, self.stage.anchor, *batch))
+                return self._returned(signature, outputs)
             call = Call(self, variant, names, starting)
             if "backward" in variant.executor.communicates:
                 self.world.await_backward(call)
@@ -152,6 +157,11 @@ class Runtime(Phases):
         else:
             with torch.no_grad(), self.as_traced(variant):
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
+        return self._returned(signature, outputs)
+
+    @staticmethod
+    def _returned(signature: Signature, outputs: list[Any]) -> Any:
+        """What the user's model returns, of a program's outputs."""
         rest = iter(outputs)
         leaves = [next(rest) if constant is None else constant[0] for constant in signature.outputs]
         for i, placed in signature.placed:
@@ -511,7 +521,7 @@ class Runtime(Phases):
             ),
             STARTS: None,
             RANKS: None,
-            SUMS: (self.sync, self.waiting(), self.partly_reduced()) if grad else (True, (), ()),
+            SUMS: self._sums() if grad else (True, (), ()),
             KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),
             "an attribute of a module that forward reads": self.attributes.number(self.tree),
@@ -519,6 +529,11 @@ class Runtime(Phases):
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }
+
+    def _sums(self) -> Any:
+        if self.stage is not None:
+            return None  # one program serves all micro-batches
+        return self.sync, self.waiting(), self.partly_reduced()
 
     def settings(self) -> tuple[Any, ...]:
         """What setters change: the programs of each are kept."""

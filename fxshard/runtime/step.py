@@ -23,7 +23,9 @@ from fxshard.ir.program import Program
 from fxshard.runtime.between import Between
 from fxshard.runtime.other_outputs import Begin, call_of, require_repeatable, run_again
 from fxshard.runtime.sharding import Sharding, as_gradient
+from fxshard.runtime.stage import Stage
 from fxshard.runtime.store import ParameterStore, require_all_wanted, state_of
+from fxshard.runtime.unused import Reach
 from fxshard.runtime.variants import Variant
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -41,6 +43,7 @@ class Phases(ParameterStore):
             each part (role and FQN) as it was then.
         just_stepped: parameters that the last backward has stepped.
         between: what calls leave unsharded for their backwards, which have not run.
+        stage: of a pipeline, if the model is one.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -48,6 +51,22 @@ class Phases(ParameterStore):
         self.refusals: dict[str, tuple[str, dict[_Part, _Noted]]] = {}
         self.just_stepped: list[str] = []
         self.between: list[weakref.ref[Between]] = []
+        self.stage: Stage | None = Stage() if self.config.pipeline_stage else None
+
+    def drop_kept(self, units: Collection[int] | None = None) -> None:
+        super().drop_kept(units)
+        if self.stage is not None:
+            self.stage.free(self, units)
+
+    def take(self, fqns: list[str]) -> list[list[Tensor]]:
+        """Those of a stage are shared by its calls."""
+        if self.stage is not None:
+            return [[self.stage.rows[fqn] for fqn in fqns]]
+        return super().take(fqns)
+
+    def keep(self, fqns: list[str], ranks: list[list[Tensor]]) -> None:
+        if self.stage is None:
+            super().keep(fqns, ranks)
 
     def drop_sums(self) -> None:
         """Drop gradients that are accumulated and not reduced."""
@@ -103,7 +122,10 @@ class Phases(ParameterStore):
         if tag.role == "accumulated":
             if name not in self.accumulated:  # dropped since forward, by zero_grad
                 val = node.meta["val"]
-                return torch.zeros(val.shape, dtype=val.dtype, device=self.device)
+                zeros = torch.zeros(val.shape, dtype=val.dtype, device=self.device)
+                if self.stage is None:
+                    return zeros
+                self.accumulated[name] = [zeros]  # the first backward of a schedule
             return self.accumulated[name][rank]
         if tag.role == "partial":
             if name not in self.partial:
@@ -185,7 +207,8 @@ class Phases(ParameterStore):
         """A copy is refused as its original is; `note_parts` notes the parts of the copy."""
         items = self.refusals.items()
         refusals = {what: (why, dict.fromkeys(parts)) for what, (why, parts) in items}
-        return super().fresh() | {"refusals": refusals, "between": []}
+        stage = Stage() if self.config.pipeline_stage else None
+        return super().fresh() | {"refusals": refusals, "between": [], "stage": stage}
 
     def restored(self) -> None:
         super().restored()
@@ -205,6 +228,7 @@ class Call:
         runtime: of the model.
         variant: what runs.
         params: FQNs of the parameters that may get a gradient.
+        shared: unsharded parameters that other calls of a pipeline's stage read too, by FQN.
         starting: finds the program that starts backward at other outputs, of a call ``(args,
             kwargs)``; None if any output that needs a gradient is one that `variant` starts at.
     """
@@ -213,6 +237,7 @@ class Call:
     variant: Variant
     params: list[str]
     starting: Callable[[Call, Any, tuple[int, ...]], Variant] | None = None
+    shared: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Step(torch.autograd.Function):
@@ -249,7 +274,9 @@ class Step(torch.autograd.Function):
         stay = [param for unit in call.runtime.units if unit.stays for param in unit.params]
         ctx.states = {param.fqn: state_of(call.runtime.slots[param.fqn]) for param in stay}
         ctx.between = None
-        if call.variant.left_unsharded and len(ctx.saved) == 1:  # not all ranks in one process
+        if call.runtime.stage is not None:
+            call.runtime.stage.begin_forward(call)
+        elif call.variant.left_unsharded and len(ctx.saved) == 1:  # not all ranks in one process
             places = call.variant.left_unsharded.items()
             rows = {fqn: ctx.saved[0][place] for fqn, place in places}
             ctx.between = Between(call.runtime, rows)
@@ -293,6 +320,9 @@ class Step(torch.autograd.Function):
             ctx.between.restore()
         arrived = tuple(position for position, k in ctx.places.items() if grads[k] is not None)
         kept, batch = autograd.keeps_graph(), ctx.batch
+        stage, counts = runtime.stage, True
+        if stage is not None:
+            counts, kept = stage.begin_backward(runtime, ctx.call, ctx.next_functions[0][0], kept)
         call, saved = _unchanged(ctx, arrived, kept)
         _require_parameters(ctx, call)
         if not kept:
@@ -313,20 +343,44 @@ class Step(torch.autograd.Function):
                 if tangents[tags.get(node).fqn] is grads[k]:
                     grads[k] = None  # dies after its last reader; a copied one stays to the end
         runtime.require_accumulated(program)
-        args = _backward_arguments(call, executor, batch, saved, tangents)
-        del saved
-        tangents.clear()
-        reach, world = runtime.reach, runtime.world
-        waiting = [*runtime.accumulated, *runtime.partial]
-        unused = reach.begin(program, arrived, world, waiting)
-        world.begin_backward(ctx.call)
-        runtime.gathered_in = ctx.states
-        try:
-            with runtime.as_traced(), _undone_or_refused(call):
-                results = executor.backward(args)
-        finally:
-            runtime.gathered_in = {}
+        with contextlib.nullcontext() if counts else _without_sums(runtime):
+            args = _backward_arguments(call, executor, batch, saved, tangents, kept)
+            del saved
+            tangents.clear()
+            reach, world = runtime.reach, runtime.world
+            waiting = [*runtime.accumulated, *runtime.partial]
+            unused = reach.begin(program, arrived, world, waiting)
+            world.begin_backward(ctx.call)
+            runtime.gathered_in = ctx.states
+            try:
+                with runtime.as_traced(), _undone_or_refused(call):
+                    results = executor.backward(args)
+            finally:
+                runtime.gathered_in = {}
+        if stage is not None and counts:
+            _add_ignored(call, results)
         return (None, *_gradients(call, results, len(batch), unused | reach.unused()))
+
+
+@contextlib.contextmanager
+def _without_sums(runtime: Phases) -> Iterator[None]:
+    """A backward in the block adds to no accumulated gradients."""
+    sums, reach = runtime.accumulated, runtime.reach
+    runtime.accumulated, runtime.reach = {}, Reach()
+    try:
+        yield
+    finally:
+        runtime.accumulated, runtime.reach = sums, reach
+
+
+def _add_ignored(call: Call, results: list[list[Tensor]]) -> None:
+    """Add the gradients of ignored parameters of a stage to their ``.grad``, as autograd would."""
+    for result, grad in zip(
+        (r for r in call.variant.program.results if r.kind != "output"), results[0], strict=True
+    ):
+        if result.name in call.runtime.ignored:
+            param = call.runtime.ignored_param(result.name)
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def _unchanged(ctx: Any, arrived: tuple[int, ...], kept: bool) -> tuple[Call, list[list[Tensor]]]:
@@ -500,6 +554,7 @@ def _backward_arguments(
     batch: Sequence[Tensor],
     saved: list[list[Tensor]],
     tangents: dict[str | None, Tensor | None],
+    kept: bool,
 ) -> list[list[Tensor | None]]:
     args: list[list[Tensor | None]] = []
     for rank, values in enumerate(saved):
@@ -513,7 +568,7 @@ def _backward_arguments(
                 row.append(call.runtime.value(node, call.variant.program, batch, rank))
             else:
                 row.append(next(rest))
-        if not autograd.keeps_graph():
+        if not kept:
             values.clear()
         args.append(row)
     return args

@@ -182,6 +182,8 @@ class ParameterStore:
 
     def reduces(self, slot: Slot) -> Reductions:
         """Which reductions the gradient of a parameter goes through now."""
+        if self.config.pipeline_stage:
+            return "none"
         return self.units[slot.param.unit].reduce if self.sync else "none"
 
     def waiting(self) -> tuple[str, ...]:
@@ -236,7 +238,8 @@ class ParameterStore:
             raise StepError(
                 "set_requires_gradient_sync or set_requires_all_reduce was called between a "
                 "forward and its backward: they act from the next forward on. Call them before "
-                "forward."
+                "forward. (Schedules of torch.distributed.pipelining call them there: shard their "
+                "stages with pipeline_stage=True.)"
             )
 
     @staticmethod
@@ -524,6 +527,28 @@ class ParameterStore:
                 self.reach.accumulated(fqn)
         return found
 
+    @torch.compiler.disable
+    def reduced_sums(self, slots: Sequence[Slot], dtype: torch.dtype) -> list[Tensor]:
+        """The sharded gradients of what was accumulated, which ends; one launch. Collective.
+
+        Args:
+            slots: of one unit.
+            dtype: of their sums.
+        """
+        sent = []
+        for slot in slots:
+            total = self.accumulated[slot.param.fqn][0]
+            padded = slot.layout.padding > 0
+            sent.append(
+                self._sent(slot, None, dtype) if padded else layout.as_sent(total, slot.layout)
+            )
+            del self.accumulated[slot.param.fqn], total
+        world: Any = self.world
+        made = eager.reduced(sent, world, self._division(slots[0], dtype))
+        if world.size > 1:
+            world.free(sent)  # the process group may hold on to the tensors
+        return [self._kept(slot, shard) for slot, shard in zip(slots, made, strict=True)]
+
     def _sent(self, slot: Slot, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
         """A gradient as it is sent, padded, with what was accumulated of it."""
         device = torch.device(self.device) if grad is None else grad.device
@@ -692,7 +717,7 @@ class ParameterStore:
         self.require_plain(self._held_by(unit, ""), "would be unsharded (unshard)")
         self.world.together(f"unshard of {self.units[unit].name}")
         self._unsharded[unit] = shown = []
-        for slots, dtype in self._by_dtype(self._held_by(unit, "")):
+        for slots, dtype in self.by_dtype(self._held_by(unit, "")):
             for slot, rows in zip(slots, self.gathered(slots, dtype), strict=True):
                 param = nn.Parameter(rows, slot.tensor.requires_grad)
                 versions = autograd.version(param), autograd.version(slot.tensor)
@@ -752,7 +777,7 @@ class ParameterStore:
         if not held:
             self.world.together(f"a call of {fqn} by itself")
         unsharded: dict[str, Tensor] = {}
-        for part, dtype in self._by_dtype(slots):
+        for part, dtype in self.by_dtype(slots):
             rows = [held[slot.param.fqn] for slot in part] if held else []
             read = self.read_together(part, dtype, rows)
             unsharded |= {slot.param.fqn: each for slot, each in zip(part, read, strict=True)}
@@ -777,7 +802,7 @@ class ParameterStore:
         computes_in = self.as_it_is(slot.param).compute_dtype
         return is_unchanged(slot, kept.state) and kept.rows[0].dtype is computes_in
 
-    def _by_dtype(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], torch.dtype]]:
+    def by_dtype(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], torch.dtype]]:
         """`slots` by the dtype that they compute in: a launch moves one."""
         found: dict[torch.dtype, list[Slot]] = {}
         for slot in slots:

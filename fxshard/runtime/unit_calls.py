@@ -38,6 +38,7 @@ class UnitCall:
     ignored_params: tuple[nn.Parameter, ...]
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     ranks_may_differ: bool = False
+    pipeline_stage: bool = False
     placements: Mapping[str, Shard] = dataclasses.field(default_factory=dict)
     together: object = dataclasses.field(default_factory=object, compare=False, repr=False)
 
@@ -142,5 +143,6 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
         "mixed_precision": {fqn: call.mp_policy for fqn, call in by_glob.items()},
         "offload": root.offload_policy,
         "ranks_may_differ": any(call.ranks_may_differ for call in calls.values()),
+        "pipeline_stage": any(call.pipeline_stage for call in calls.values()),
         "param_init_fn": leave_empty,
     }

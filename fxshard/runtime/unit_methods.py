@@ -58,7 +58,8 @@ class UnitMethods(nn.Module):
         """
         check_flag("requires_gradient_sync", requires_gradient_sync)
         runtime, chosen = _units(self, recurse)
-        runtime.set_units(chosen, reduce="all" if requires_gradient_sync else "none")
+        if runtime.stage is None:  # else the schedule ends with a reduction
+            runtime.set_units(chosen, reduce="all" if requires_gradient_sync else "none")
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
         """Whether replicas of a hybrid strategy all-reduce gradients, for the calls from now on.
@@ -76,6 +77,12 @@ class UnitMethods(nn.Module):
         """
         check_flag("requires_all_reduce", requires_all_reduce)
         runtime, chosen = _units(self, recurse)
+        if runtime.stage is not None and not requires_all_reduce:
+            raise ConfigError(
+                "set_requires_all_reduce(False) of a pipeline's stage: the schedule ends with all "
+                "reductions. Leave it out; to accumulate over schedules, run all but the last one "
+                "inside of no_sync() of the stage."
+            )
         synced = [i for i in chosen if runtime.units[i].reduce != "none"]
         partial = not requires_all_reduce and runtime.world.replicas > 1
         if partial and runtime.config.optimizer_in_backward:
@@ -128,6 +135,8 @@ class UnitMethods(nn.Module):
         """
         check_flag("reshard_after_backward", reshard_after_backward)
         runtime, chosen = _units(self, recurse)
+        if runtime.stage is not None:
+            return  # what forward leaves unsharded stays until the schedule is over
         if not reshard_after_backward:
             for i in chosen:
                 _require_keepable(runtime, runtime.units[i])
@@ -270,7 +279,10 @@ class UnitMethods(nn.Module):
             A handle: ``wait()`` does nothing more, and ``with`` on it reshards at the end.
         """
         runtime, (own,) = _units(self, recurse=False)
-        runtime.unshard_unit(own)
+        if runtime.stage is not None and async_op:  # of a schedule
+            runtime.stage.gather(runtime)
+        else:
+            runtime.unshard_unit(own)
         return Unsharded(self)
 
     def reshard(self) -> None:

@@ -30,6 +30,10 @@ class Reach:
         """Note that a loss has reached a gradient which eager code has accumulated."""
         self._accumulated.add(fqn)
 
+    def has_accumulated(self, fqn: str) -> bool:
+        """True if a loss has reached an accumulated gradient on this rank."""
+        return fqn in self._accumulated
+
     def begin(
         self,
         program: Program,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, _op_schema
@@ -250,3 +251,18 @@ def test_a_subclass_on_a_remembered_device_is_on_the_cpu_for_autograd() -> None:
         wrapped = TwoTensor(inside, inside).requires_grad_()
         (gradient,) = torch.autograd.grad((wrapped * 2).sum(), wrapped)
         assert isinstance(gradient, TwoTensor)
+
+
+def test_a_state_is_found_where_schedules_look_for_fsdp2s() -> None:
+    module, state = nn.Linear(2, 2), object()
+    assert fully_shard.state(module) is None  # type: ignore[attr-defined]
+    fully_sharded.set_state(module, state)
+    assert fully_shard.state(module) is state  # type: ignore[attr-defined]
+    assert fully_sharded.STATES in module.__dict__
+    asked = inspect.getsource(pipelining.PipelineStage.perform_reduce_grad)
+    for name in (
+        "_state_ctx.all_states",
+        "post_backward()",
+        "_root_post_backward_final_callback()",
+    ):
+        assert name in asked

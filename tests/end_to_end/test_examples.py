@@ -24,7 +24,7 @@ slow = pytest.mark.slow
 
 def run(directory: Path, name: str, *args: Any, ranks: int = 2) -> str:
     """What the example prints, run in `directory`; on one rank without torchrun."""
-    launcher = TORCHRUN if ranks > 1 else ()
+    launcher = (*TORCHRUN[:-1], str(ranks)) if ranks > 1 else ()
     settings = {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -270,3 +270,16 @@ def test_torch_compile(tmp_path: Path) -> None:
     assert len(apart) == 2 and max(apart) <= 1e-5
     assert len(re.findall(r"^graph \d: forward and backward", said, re.M)) == 2
     assert "sum: peak" in said
+
+
+# -- a pipeline ------------------------------------------------------------------------------------
+
+
+@slow
+def test_pipeline(tmp_path: Path) -> None:
+    said = run(tmp_path, "train_pipeline.py", ranks=4)
+    planned = re.findall(r"stage (\d), (\d) in flight: +([\d,]+) B", said)
+    peaks = {(int(s), int(k)): int(n.replace(",", "")) for s, k, n in planned}
+    assert peaks[0, 2] < peaks[0, 4] and peaks[1, 1] < peaks[1, 4]
+    first, *_, last = losses(said)
+    assert first > 5 and last < 3
