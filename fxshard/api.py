@@ -473,8 +473,8 @@ def validate(
     grid(world_size, config)
     if config.pipeline_stage:
         raise ConfigError(
-            "validate with pipeline_stage=True: a stage runs in a schedule, beside others. Validate "
-            "its module without the option, and plan it with fxshard.plan(in_flight=...)."
+            "validate with pipeline_stage=True: a stage runs in a schedule, beside others. "
+            "Validate its module without the option; fxshard.plan(in_flight=...) has its memory."
         )
     if ranks not in ("fake", "processes"):
         raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")

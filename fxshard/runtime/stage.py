@@ -111,9 +111,9 @@ class Stage:
 
     def _take(self, store: ParameterStore, slots: Sequence[Slot], dtype: torch.dtype) -> None:
         """Gather parameters of one unit and dtype: into the memory that calls refer to, if any."""
+        world: Any = store.world
         shards = [slot.shards[0].to(torch.device(store.device), dtype) for slot in slots]
-        pack_bytes = parse_bytes(store.config.pack_bytes)
-        sent = eager.gathered(shards, store.world, pack_bytes)  # type: ignore[arg-type]
+        sent = eager.gathered(shards, world, parse_bytes(store.config.pack_bytes))
         for slot, rows in zip(slots, sent, strict=True):
             fqn, shape = slot.param.fqn, slot.layout.unsharded_shape
             full = layout.joined(rows, slot.layout) if slot.layout.dim else rows.view(shape)
@@ -127,7 +127,8 @@ class Stage:
     def free(self, store: ParameterStore, units: Collection[int] | None = None) -> None:
         """Reshard units, or all; calls whose backward has not run gather again."""
         mine = [fqn for fqn in self.rows if units is None or store.slots[fqn].param.unit in units]
-        store.world.free([self.rows[fqn] for fqn in mine])  # type: ignore[union-attr]
+        world: Any = store.world  # of one rank
+        world.free([self.rows[fqn] for fqn in mine])
         if not self._waiting():
             for fqn in mine:
                 del self.rows[fqn]

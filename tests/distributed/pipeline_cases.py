@@ -115,24 +115,32 @@ def stages_of(rank: int, pp: int, per_rank: int, schedule: str) -> list[int]:
     return [rank + i * pp for i in range(per_rank)]
 
 
-def by_fsdp2(module: nn.Module, mesh: Any, reshard: bool | None) -> nn.Module:
-    for block in module.blocks.values():  # type: ignore[union-attr, operator]
-        fsdp.fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    return fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+Policy = fsdp.MixedPrecisionPolicy
 
 
-def by_fully_shard(module: nn.Module, mesh: Any, reshard: bool | None) -> nn.Module:
-    for block in module.blocks.values():  # type: ignore[union-attr, operator]
-        fxshard.fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    made: nn.Module = fxshard.fully_shard(
-        module, mesh=mesh, reshard_after_forward=reshard, pipeline_stage=True
-    )
+def by_fsdp2(module: Net, mesh: Any, reshard: bool | None, policy: Policy) -> nn.Module:
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}
+    for block in module.blocks.values():
+        fsdp.fully_shard(block, **options)
+    return fsdp.fully_shard(module, **options)
+
+
+def by_fully_shard(module: Net, mesh: Any, reshard: bool | None, policy: Policy) -> nn.Module:
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}
+    for block in module.blocks.values():
+        fxshard.fully_shard(block, **options)
+    made: nn.Module = fxshard.fully_shard(module, **options, pipeline_stage=True)
     return made
 
 
-def by_compile(module: nn.Module, mesh: Any, reshard: bool | None) -> nn.Module:
+def by_compile(module: Net, mesh: Any, reshard: bool | None, policy: Policy) -> nn.Module:
     return fxshard.compile(
-        module, mesh=mesh, units=["blocks.*"], reshard_after_forward=reshard, pipeline_stage=True
+        module,
+        mesh=mesh,
+        units=["blocks.*"],
+        reshard_after_forward=reshard,
+        mixed_precision=policy,
+        pipeline_stage=True,
     )
 
 
@@ -151,6 +159,7 @@ def pipeline(
     pp: int,
     micro: int,
     reshard: bool | None = False,
+    policy: Policy = Policy(),  # noqa: B008
     blocks: int = 4,
 ) -> tuple[Any, list[PipelineStage], int]:
     """A schedule, the stages of this rank, and its rank in the data-parallel dimension."""
@@ -159,7 +168,7 @@ def pipeline(
     count, model = pp * per_rank, net(blocks)
     made = []
     for index in stages_of(mesh.get_local_rank("pp"), pp, per_rank, schedule):
-        module = WAYS[way](part(model, index, count), mesh["dp"], reshard)
+        module = WAYS[way](part(model, index, count), mesh["dp"], reshard, policy)
         made.append(
             PipelineStage(module, index, count, torch.device("cpu"), group=mesh.get_group("pp"))
         )
@@ -179,9 +188,11 @@ def train(
     pp: int,
     micro: int,
     reshard: bool | None = False,
+    policy: Policy = Policy(),  # noqa: B008
     steps: int = 3,
 ) -> Trained:
-    runs, stages, dp_rank = pipeline(rank, world_size, way, schedule, pp, micro, reshard)
+    given = rank, world_size, way, schedule, pp, micro, reshard, policy
+    runs, stages, dp_rank = pipeline(*given)
     named = {fqn: p for stage in stages for fqn, p in stage.submod.named_parameters()}
     optimizer = torch.optim.AdamW(named.values(), lr=1e-2)
     losses, grads, counted = [], [], Counted()
@@ -204,7 +215,7 @@ def run_step(
         runs.step(*args, target=targets, losses=seen)
     else:
         runs.step(*args)
-    return [float(loss) for loss in seen]
+    return [loss.item() for loss in seen]
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -223,7 +234,7 @@ def eager(dp: int, micro: int, steps: int = 3, blocks: int = 4) -> Trained:
         loss_of(model(tokens), targets).backward()
         losses.append(
             [
-                float(loss_of(model(t), y))
+                loss_of(model(t), y).item()
                 for tokens, targets in pairs
                 for t, y in zip(tokens.chunk(micro), targets.chunk(micro), strict=True)
             ]
@@ -320,7 +331,10 @@ def _planned(
     schedule: str,
 ) -> Any:
     tokens, targets = batch(0, 0, 1)
-    given = tokens if stage.is_first else torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
+    given = tokens
+    if not stage.is_first:
+        (received,) = stage.args_recv_info[0]
+        given = torch.zeros_like(received.buffer, requires_grad=True)
     last = {"loss": lambda logits: loss_of(logits, targets), "keep_outputs": return_outputs}
     ahead = stage.num_stages - stage.stage_index if schedule == "Schedule1F1B" else micro
     return fxshard.plan(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import fxshard
@@ -88,6 +88,15 @@ def test_units_that_are_sharded_between_forward_and_backward(ranks: Any, schedul
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["compile", "fully_shard"])
+def test_mixed_precision(ranks: Any, way: str) -> None:
+    runs = [ranks(4).run(train, w, "Schedule1F1B", 2, 4, False, BF16) for w in ("fsdp2", way)]
+    theirs, mine = runs
+    require_alike(mine, theirs)
+    assert [found.losses for found in mine] == [found.losses for found in theirs]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_alone(ranks: Any, schedule: str) -> None:
     mine = ranks(2).run(train, "compile", schedule, 2, 4)
@@ -115,7 +124,7 @@ def test_the_bytes_of_stages_are_known(ranks: Any) -> None:
 
 MEASURED: list[tuple[int, int, int, dict[str, Any], bool]] = [
     (2, 4, 4, {"reshard_after_forward": True}, True),
-    (2, 4, 1, {"reshard_after_forward": False}, False),
+    (2, 4, 2, {"reshard_after_forward": False}, False),
     (2, 4, 2, {"reshard_after_forward": False, "checkpoint": "full"}, True),
     (2, 4, 4, {"mixed_precision": BF16, "reshard_after_forward": False}, False),
     (4, 4, 6, {}, True),
@@ -239,6 +248,29 @@ def by_hand(rank: int, world_size: int, reshard: bool) -> None:
 @pytest.mark.parametrize("reshard", [False, True])
 def test_a_stage_by_itself(ranks: Any, reshard: bool) -> None:
     ranks(2).run(by_hand, reshard)
+
+
+def in_replicas(rank: int, world_size: int, offload: bool) -> None:
+    """Two replicas of two ranks."""
+    names = ("pp", "replicate", "shard")
+    mesh = init_device_mesh("cpu", (1, 2, world_size // 2), mesh_dim_names=names)
+    module = fxshard.compile(
+        blocks(),
+        mesh=mesh["replicate", "shard"],
+        strategy="hybrid_shard_zero2",
+        pipeline_stage=True,
+        offload=CPUOffloadPolicy(pin_memory=False) if offload else None,
+    )
+    for number in range(2):
+        module(rows(rank, number)).sum().backward()
+    end(module, mesh)
+    require_grads(module, joined(world_size, [0, 1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_hybrid_stage(ranks: Any, offload: bool) -> None:
+    ranks(4).run(in_replicas, offload)
 
 
 def others(rank: int, world_size: int) -> None:
@@ -367,6 +399,5 @@ def test_the_report_of_a_stage(tmp_path: Path) -> None:
         *(("forward", 2), ("backward", 1), ("forward", 3)),
     ]
     assert two.phases()[-2].phase == "reduction"
-    assert (
-        "8 micro-batches" in two.table() and two.to_dict() and two.to_html(tmp_path / "page.html")
-    )
+    assert "8 micro-batches" in two.table() and two.to_dict()
+    two.to_html(tmp_path / "page.html")
