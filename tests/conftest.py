@@ -122,6 +122,9 @@ BEHIND_THE_TRACE = {
     *("report_files", "trainers", "whole_checkpoints"),
     *("exceptions", "happens_before", "linear", "prefetch", "core", "comm", "grad_acc"),
     *("clip_grad_norm", "unshard_params", "use_orig_params", "misc"),
+    *("placement", "placement_files", "unit_methods", "units_of_modules", "kept_units", "muon"),
+    *("kept_parameters", "partial_sums", "muon_memory", "tied_gradients", "losses"),
+    *("ranks_may_differ", "ranks_that_differ", "joined", "kept", "users_collectives", "transforms"),
 }
 
 
