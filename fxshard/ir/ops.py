@@ -91,6 +91,7 @@ class OpSpec:
 
 
 OPERATORS: dict[Any, OpSpec] = {}  # by what a node calls
+_BY_ID: dict[int, OpSpec] = {}  # for `of`: torch hashes its operators in Python
 _COMPUTE = OpSpec("", role="compute", text="compute")  # of an operator that is none of ours
 _LIBRARY = torch.library.Library("fxshard", "DEF")
 
@@ -107,7 +108,7 @@ def define(spec: OpSpec) -> Any:
     fake = functools.partial(spec.fake, Tensor.new_empty)
     torch.library.register_fake(f"fxshard::{spec.name}", fake, lib=_LIBRARY)
     target = getattr(torch.ops.fxshard, spec.name).default
-    OPERATORS[target] = spec
+    OPERATORS[target] = _BY_ID[id(target)] = spec
     return target
 
 
@@ -117,7 +118,7 @@ def _letters() -> list[str]:
 
 def of(node: fx.Node) -> OpSpec:
     """The entry of the operator that `node` calls; that of compute if it is not one of ours."""
-    return OPERATORS.get(node.target, _COMPUTE)
+    return _BY_ID.get(id(node.target), _COMPUTE)
 
 
 def ends(node: fx.Node) -> bool:

@@ -352,11 +352,6 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
     return found
 
 
-def hook_rows(hook: fx.Node) -> list[fx.Node]:
-    """The gradients in the flat tensor that `hook` takes, each ``[ranks, n]``, in order."""
-    return walk.packed_rows(tags.operands(hook)[0])
-
-
 def _packed(sent: fx.Node) -> dict[str | None, tuple[int, int]]:
     """Per gradient in a flat copy: where this rank's part of it begins and ends in the result."""
     found: dict[str | None, tuple[int, int]] = {}

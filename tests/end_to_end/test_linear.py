@@ -8,6 +8,7 @@ import gc
 import subprocess
 import sys
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -319,12 +320,13 @@ def test_garbage_of_earlier_work_is_swept(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(collector, "_limit", 100)
     monkeypatch.setattr(collector, "_kept", 0)
 
+    made: list[weakref.ref[Ring]] = []
+
     def alive() -> int:
-        return sum(type(each) is Ring for each in gc.get_objects())
+        return sum(each() is not None for each in made)
 
     with collector.paused():
-        for _ in range(500):
-            Ring()
+        made += [weakref.ref(Ring()) for _ in range(500)]
     assert alive() == 500
     with collector.paused():  # in the midst of work
         assert alive() == 500

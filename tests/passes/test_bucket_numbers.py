@@ -16,7 +16,7 @@ from fxshard.config import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, ParamBucket, Program
-from fxshard.verify.gradients import hook_rows
+from fxshard.verify import walk
 from tests import fsdp2, graphs
 from tests.distributed.test_strategies import grid
 from tests.end_to_end.test_accumulation import train as train_accumulating
@@ -309,7 +309,7 @@ def packed_buffer_freed_before_its_unpack(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE)
 def one_gradient_packed_twice(program: Program) -> fx.Node:
     launch = word(program, ops.reduce_scatter, phase="backward")
-    weight, bias, _ = hook_rows(launch)
+    weight, bias, _ = walk.packed_rows(tags.operands(launch)[0])
     (cat,) = (user for user in weight.users if user.target is aten.cat.default)
     cat.args = ([weight, bias, weight], 1)
     return next(iter(launch.users))
@@ -318,7 +318,7 @@ def one_gradient_packed_twice(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE)
 def gradients_packed_in_another_order(program: Program) -> fx.Node:
     launch = word(program, ops.reduce_scatter, phase="backward")
-    weight, bias, shift = hook_rows(launch)
+    weight, bias, shift = walk.packed_rows(tags.operands(launch)[0])
     (cat,) = (user for user in weight.users if user.target is aten.cat.default)
     cat.args = ([shift, bias, weight], 1)
     return next(iter(launch.users))

@@ -22,7 +22,7 @@ from fxshard.errors import VerifyError
 from fxshard.ir import dump, ops, tags, transfers
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import configured_units
-from fxshard.verify import gradients
+from fxshard.verify import walk
 from tests import graphs
 from tests.graphs import BF16
 from tests.verify.full_shard_faults import FAULTS
@@ -576,7 +576,7 @@ def reduced_and_said_to_be_accumulated(program: Program) -> fx.Node:
 def hook_without_one_gradient(program: Program) -> fx.Node:
     """The shift's rows are those of the weight, which has its shape."""
     node = launch(program, 1, "backward", ops.comm_hook)
-    weight, bias, _ = gradients.hook_rows(node)
+    weight, bias, _ = walk.packed_rows(tags.operands(node)[0])
     (cat,) = (n for n in weight.users if n.target is aten.cat.default)
     cat.args = ([weight, bias, weight], 1)
     return item(node, 0)
@@ -585,7 +585,7 @@ def hook_without_one_gradient(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, hooked)
 def hook_in_another_order(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.comm_hook)
-    weight, bias, shift = gradients.hook_rows(node)
+    weight, bias, shift = walk.packed_rows(tags.operands(node)[0])
     (cat,) = (n for n in weight.users if n.target is aten.cat.default)
     cat.args = ([shift, bias, weight], 1)
     return item(node, 0)
@@ -603,7 +603,7 @@ def hook_result_cut_at_the_wrong_place(program: Program) -> fx.Node:
 @breaks(Fact.REDUCED_ONCE, functools.partial(layered, comm_hook=True, world_size=1, replicas=2))
 def returned_from_before_the_hook(program: Program) -> fx.Node:
     node = launch(program, 1, "backward", ops.comm_hook)
-    rows = gradients.hook_rows(node)
+    rows = walk.packed_rows(tags.operands(node)[0])
     row = next(n for n in rows if tags.get(tags.source(n)).fqn == "layers.0.shift")
     returned(program, "layers.0.shift", tags.source(row))
     return program.output
