@@ -51,6 +51,10 @@ class Shared:
             text = repr(value)
             if " at 0x" not in text:
                 return type(value), text
+            if isinstance(value, dict):  # hooks come and go
+                return type(value), [(said(k), said(v)) for k, v in value.items()]
+            if isinstance(value, (list, tuple)):
+                return type(value), [said(each) for each in value]
             self._keep.append(value)
             return id(value)
 
