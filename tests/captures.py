@@ -73,6 +73,10 @@ class Shared:
                 return type(value), shown
             if isinstance(value, FunctionType) and value.__qualname__.isidentifier():
                 return value.__module__, value.__qualname__
+            if isinstance(value, dict):  # hooks come and go
+                return type(value), [(said(k), said(v)) for k, v in value.items()]
+            if isinstance(value, (list, tuple)):
+                return type(value), [said(each) for each in value]
             self._keep.append(value)
             return hex(id(value))
 

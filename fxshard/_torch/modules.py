@@ -48,6 +48,16 @@ def module_hooks(module: nn.Module) -> list[tuple[str, int, Any]]:
     return [(kind, n, hook) for name, kind in HOOKS.items() for n, hook in found[name].items()]
 
 
+def how_called(module: nn.Module, number: int) -> tuple[bool | None, ...]:
+    """What else was said as the hook of this number was registered on the module.
+
+    (torch/nn/modules/module.py, ``register_forward_hook``, ``register_full_backward_hook``)
+    """
+    kinds = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+    said = (number in module.__dict__[name] for name in (*kinds, "_forward_pre_hooks_with_kwargs"))
+    return *said, module._is_full_backward_hook
+
+
 def hook_numbers(modules: list[nn.Module]) -> tuple[int, ...]:
     """The numbers of `module_hooks` of all modules; asked on every call."""
     return tuple(

@@ -9,7 +9,8 @@ program.
 Of an object of the user's, such as a trainer, what forward read of objects of its class counts: it
 may count steps beside. Where that cannot be seen, all that it holds does.
 
-By identity first, as nearly all of them are at nearly all calls; by value where that fails.
+By identity first, as nearly all of them are at nearly all calls; by value where that fails, of
+functions by what they compute.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxshard.capture.functions import meaning
 from fxshard.capture.held import is_users, slots
 from fxshard.capture.swapped import STATE, UNIT, users_class
 
 Reads = dict[type, set[str]]  # by class of a module: names of attributes
+_State = list[tuple[Any, ...]]
 
 # nn.Module's, which say what is asked for elsewhere, and ours.
 _OWN = frozenset(vars(nn.Module())) | vars(nn.Module).keys() - {"forward"} | {STATE, UNIT}
@@ -186,29 +189,47 @@ def _alike(now: Any, before: Any) -> bool:
 
 
 class Attributes:
-    """What the attributes that programs depend on say now, as a number: equal if all are equal."""
+    """What the attributes that programs depend on say now, as a number: equal if all are equal.
+
+    A program depends on what was read as it was traced. What traces in other states have read since
+    is nothing to it: so a state is known again by the attributes that were noted in it.
+    """
 
     def __init__(self, reads: Reads | None = None) -> None:
         self.reads: Reads = {} if reads is None else reads
-        self._watched = 0  # how many of them are looked at
+        self._noted: Reads = {}  # a copy of `reads`, shared by the states that it is of
         self._places: list[_Place] = []
-        self._states: list[list[tuple[Any, ...]]] = [[]]
+        self._states: list[tuple[Reads, _State]] = [({}, [])]
         self._number = 0
 
     def number(self, tree: Iterable[nn.Module]) -> int:
         """Of the state that the modules of `tree`, all of the model, are in."""
-        if (size := sum(map(len, self.reads.values()))) != self._watched:
-            self._watched, self._places = size, _places(tree, self.reads)
-            # What the attributes that are new here were in other states is not known.
-            self._states = [[] for _ in self._states]
-            self._states[self._number] = _state(self._places)
+        if _size(self.reads) != _size(self._noted):
+            self._noted = {cls: {*names} for cls, names in self.reads.items()}
+            self._places = _places(tree, self._noted)
+            self._states[self._number] = (self._noted, _state(self._places))
         elif not all(place.is_same() for place in self._places):
-            self._places = _places(tree, self.reads)
-            now = _state(self._places)
-            if now not in self._states:
-                self._states.append(now)
-            self._number = self._states.index(now)
+            self._places = _places(tree, self._noted)
+            self._number = self._known_again([*tree])
         return self._number
+
+    def _known_again(self, tree: list[nn.Module]) -> int:
+        """The number of the state that `_places` hold now; a new one if it was in none before."""
+        now = _state(self._places)
+        seen = {id(self._noted): now}
+        for number, (noted, before) in enumerate(self._states):
+            if id(noted) not in seen:
+                seen[id(noted)] = _state(_places(tree, noted))
+            if seen[id(noted)] == before:
+                # From now on what was read elsewhere counts here too: a trace may read it.
+                self._states[number] = (self._noted, now)
+                return number
+        self._states.append((self._noted, now))
+        return len(self._states) - 1
+
+
+def _size(reads: Reads) -> int:
+    return sum(map(len, reads.values()))
 
 
 def _places(tree: Iterable[nn.Module], reads: Reads) -> list[_Place]:
@@ -310,7 +331,7 @@ def _items(held: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*held, *held.values())
 
 
-def _state(places: list[_Place]) -> list[tuple[Any, ...]]:
+def _state(places: list[_Place]) -> _State:
     """What all places hold, to compare with: what is looked into by kind, all else by identity."""
     return [tuple(map(_frozen, place.before)) for place in places]
 
@@ -321,7 +342,8 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (dict, list, tuple, set, frozenset, deque, np.ndarray)):
         inside = not isinstance(value, np.memmap) or value.flags.writeable
         return type(value) if inside else _Same(value)
-    return _Same(value)
+    means = meaning(value)
+    return _Same(value) if means is None else means
 
 
 class _Same:

@@ -52,6 +52,17 @@ def brings_its_state(method: Callable[..., Any], args: Any, kwargs: dict[str, An
     return state is not None and not any(isinstance(each, DTensor) for each in state.values())
 
 
+def does_nothing_twice(hook: Any) -> bool:
+    """True for the hook that gives outputs of embeddings a gradient.
+
+    ``gradient_checkpointing_enable`` registers one more each time, and nothing removes it.
+    """
+    library = str(getattr(hook, "__module__", "")).partition(".")[0]
+    name = str(getattr(hook, "__name__", ""))
+    names = ("make_inputs_require_grads", "make_inputs_require_grad")
+    return library in ("transformers", "peft") and name in names
+
+
 @contextlib.contextmanager
 def while_tracing(model: nn.Module) -> Iterator[None]:
     """Everything that is changed in transformers while a model is traced."""

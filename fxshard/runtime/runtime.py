@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fxshard import pipeline
-from fxshard._torch import autograd, modules, transforms, trees
+from fxshard._torch import autograd, transforms, trees
 from fxshard.capture import attributes, refusals
 from fxshard.capture.attributes import Attributes
+from fxshard.capture.functions import Hooks
 from fxshard.capture.swapped import Inside, as_users_own
 from fxshard.codegen.emit import Executor
 from fxshard.codegen.optimizer import OnShards, on_shards, stepped
@@ -63,7 +64,7 @@ class Runtime(Phases):
     Attributes:
         variants: the programs made so far; clear it when what they were made for has changed.
         captured: plans of the graphs that Dynamo has captured, in order (`fxshard.dynamo.graphs`).
-        attributes: the attributes of modules that programs depend on.
+        attributes, hooks: those of modules that programs depend on.
         inside: what of the root module is part of the programs (see `fxshard.capture.swapped`).
         progress: whether captures are shown (see `fxshard.host.progress.task`).
         unit_calls: of `fully_shard`, by FQN of the module; empty if it did not make this.
@@ -77,6 +78,7 @@ class Runtime(Phases):
         self.captured: list[Plan] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self.attributes: Attributes = Attributes()
+        self.hooks: Hooks = Hooks()
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
         self._warned: set[int] = set()
@@ -181,7 +183,7 @@ class Runtime(Phases):
             with autograd.plain_torch_functions():
                 if self.follow_changes():
                     self.variants.clear()
-                    self.attributes = Attributes()
+                    self.attributes, self.hooks = Attributes(), Hooks()
             kind = self.kind(args, kwargs)
             found = self._serving(kind)
             traced = found.traced if found else self._traced(args, kwargs, kind)
@@ -525,7 +527,7 @@ class Runtime(Phases):
             KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),
             "an attribute of a module that forward reads": self.attributes.number(self.tree),
-            "a hook of a module": modules.hook_numbers(self.tree[1:]),
+            "a hook of a module": self.hooks.state(self.tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }
@@ -546,7 +548,7 @@ class Runtime(Phases):
         """A copy starts without programs and optimizer."""
         fresh: dict[str, Any] = {"variants": {}, "captured": [], "_agreed": {}, "_optimizer": None}
         fresh["_starts"] = {}
-        fresh["attributes"] = Attributes()
+        fresh["attributes"], fresh["hooks"] = Attributes(), Hooks()
         return super().fresh() | fresh
 
     def _require_stepped_here(self, program: Program) -> None:

@@ -130,3 +130,24 @@ def test_methods_on_whole_are_found_below_a_users_own() -> None:
 
     assert hf.methods_on_whole(Saves) == ("generate", "save_pretrained", "push_to_hub")
     assert hf.methods_on_whole(Unlike) == ()
+
+
+def test_checkpointing_that_is_turned_off_and_on_again_is_what_it_was() -> None:
+    """As TRL does around the forward of a reference. A hook is left behind each time."""
+    torch.manual_seed(0)
+    eager = models.llama(1)
+    eager.gradient_checkpointing_enable()
+    ours = fxshard.compile(copy.deepcopy(eager), world_size=2)
+    for _ in range(3):
+        for model in (eager, ours):
+            model.zero_grad()
+            logits = model(**BATCH[1]).logits
+            with torch.no_grad():
+                model.gradient_checkpointing_disable()
+                model(**BATCH[1])
+            model.gradient_checkpointing_enable()
+            logits.square().mean().backward()  # forward runs again: not from the loss
+        for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert len(ours.get_input_embeddings()._forward_hooks) == 4
+    assert len(ours._fxshard.variants) == 3  # from the loss, from the logits, without gradients

@@ -76,6 +76,7 @@ def test_other_architectures(ranks: Pools, tmp_path: Path, name: str) -> None:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
+    "fp16": {"fp16": True},  # Accelerate has no scaler on the CPU
     "bf16, gradient_checkpointing": {"bf16": True, "gradient_checkpointing": True},
     "activation_checkpointing": {"fsdp_config": {**FSDP, "activation_checkpointing": True}},
     "no reshard": {"fsdp_config": {**FSDP, "reshard_after_forward": False}},

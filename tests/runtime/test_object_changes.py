@@ -122,6 +122,36 @@ def test_attributes_that_forward_reads(args: Any) -> None:
     assert len(ours._fxshard.variants) == 4
 
 
+class Switched(nn.Module):
+    """What else it reads depends on a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.aside, self.factor, self.shift = nn.Linear(4, 4), False, 2.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.shift if self.aside else self.a(x) * self.factor
+
+
+def test_what_only_another_state_reads_makes_no_new_one() -> None:
+    torch.manual_seed(0)
+    eager, x = Switched(), torch.ones(2, 4)
+    ours = compiled(copy.deepcopy(eager))
+
+    def programs(**attributes: Any) -> int:
+        for model in (ours, eager):
+            vars(model).update(attributes)
+        assert_close(ours(x), eager(x))
+        return len(ours._fxshard.variants)
+
+    assert [programs(aside=aside) for aside in (False, True, False, True)] == [1, 2, 2, 2]
+    assert [programs(shift=3.0), programs(aside=False), programs(factor=3.0)] == [3, 4, 5]
+    # What has been read by all is looked at in each.
+    assert programs(aside=True, shift=1.0) == 6 and programs(aside=False, factor=2.0) <= 7
+    with torch.no_grad():
+        assert_close(ours(x), eager(x))
+
+
 class Holds(nn.Module):
     """A linear layer, and what `function` makes of its output."""
 
