@@ -223,7 +223,9 @@ class Resident:
             saved += reread
         if config.offload is not None:
             return saved
-        _, world = grid(world_size, config)
+        replicas, world = grid(world_size, config)
+        if isinstance(config.strategy, Mapping):  # some units may be shared by all ranks
+            world *= replicas
         held, states, grads = self._sums(world)
         narrow = any(Precision.of(p).keep_low_precision_grads for p in config.precisions.values())
         grads = 0 if config.optimizer_in_backward or narrow else grads

@@ -89,7 +89,7 @@ def agreement(program: Program) -> list[str]:
     signature = program.signature
     lines = [
         f"parameter {p.fqn} {list(p.shape)} {p.dtype} Shard({p.shard_dim}) unit={p.unit} "
-        f"requires_grad={p.requires_grad}"
+        f"requires_grad={p.requires_grad}{program.grid(p.fqn).text}"
         for p in program.params.values()
     ]
     inputs = {

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fxshard._torch import process_groups
 from fxshard.config import Config, grid
 from fxshard.errors import ConfigError
+from fxshard.ir import meshes
 from fxshard.ir.units import Unit, check_reshard
-from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.c10d import C10dWorld, Members
 from fxshard.runtime.world.in_process import InProcessWorld
 
 log: logging.Logger = logging.getLogger("fxshard")
@@ -25,9 +26,34 @@ log: logging.Logger = logging.getLogger("fxshard")
 
 def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10dWorld:
     """The world of a mesh under a strategy; collective if units are resharded to smaller groups."""
-    check_reshard(units, mesh.size(mesh.ndim - 1))
+    others = _other_meshes(mesh, config, units)
+    check_reshard(units, mesh.size(mesh.ndim - 1), [members.grid for members in others])
     sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
-    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes)
+    sharded = config.strategy != "no_shard"
+    return C10dWorld(mesh, sharded=sharded, reshard=sizes, others=others)
+
+
+def _other_meshes(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> list[Members]:
+    """The ranks of the meshes that parameters are on besides `mesh`; collective over it."""
+    named, found = meshes.named(config), []
+    flat: DeviceMesh | None = mesh if mesh.ndim == 1 else None
+    for name in sorted(meshes.of_units(units) - {""}):
+        if name in named:
+            meshes.require_within(mesh, name, named[name])
+            found.append(Members.of(named[name], name))
+            continue
+        flat = flat or _flattened(mesh)
+        found.append(Members.of(flat, name, sharded=name == meshes.SHARED))
+    return found
+
+
+def _flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """A 1-D mesh of the ranks of a 2-D one."""
+    ranks, group = sorted(mesh.mesh.flatten().tolist()), dist.group.WORLD
+    assert group is not None
+    if len(ranks) < dist.get_world_size():
+        group = process_groups.new_group(ranks, group)
+    return DeviceMesh.from_group(group, mesh.device_type)
 
 
 def world_for(
@@ -64,7 +90,8 @@ def world_for(
             replicas * shards,
             replicas * shards,
         )
-        return InProcessWorld(shards, replicas)
+        others = meshes.grids(config, meshes.of_units(units), replicas, shards)
+        return InProcessWorld(shards, replicas, others)
     if process_group is not None:
         mesh = _mesh_of_groups(model, config, process_group)
     elif mesh is None:
