@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxshard._torch.export import OpOverload
 from fxshard.cost.hardware import Hardware
 from fxshard.ir import ops, tags
+from fxshard.ir.layout import kind_of_group
 
 aten: Any = torch.ops.aten
 
@@ -200,7 +201,7 @@ def collective(node: fx.Node, world_size: int) -> Collective:
     return Collective(
         total=_sent(node) * ranks ** max(0, spec.grows),
         ranks=ranks,
-        stride=world_size if ops.group(node) == "replicate" else 1,
+        stride=world_size if kind_of_group(ops.group(node)) == "replicate" else 1,
         passes=spec.passes,
     )
 

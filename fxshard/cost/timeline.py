@@ -406,12 +406,17 @@ class _Walk:
         if node.target is ops.step:
             fqns = cast("list[str]", node.args[2])
             return optimizer_seconds(fqns, self._state, self._program, self.hardware)
-        return operators.node_seconds(node, self.hardware, self._program.world_size)
+        return operators.node_seconds(node, self.hardware, self._shards(node))
+
+    def _shards(self, node: fx.Node) -> int:
+        """How many ranks share a parameter on the mesh of a collective."""
+        _, _, mesh = (ops.group(node) or "").partition("@")
+        return self._program.grids[mesh].shards
 
     def _sent(self, node: fx.Node) -> tuple[float, float]:
         if not ops.of(node).collective:
             return 0.0, 0.0
-        sent = operators.collective(node, self._program.world_size)
+        sent = operators.collective(node, self._shards(node))
         return operators.wire_bytes(sent, self.hardware)
 
     def _event(self, event: str) -> float:
