@@ -25,6 +25,7 @@ from fxshard.dryrun.fsdp2 import Fsdp2Memory, Recipe, run_fsdp2
 from fxshard.dynamo import graphs
 from fxshard.errors import ConfigError, UnitError, UnknownSizeError
 from fxshard.host.progress import say, task
+from fxshard.ir.layout import Grid
 from fxshard.ir.units import Unit, check_reshard, configured_units, placed
 from fxshard.memory.report import MemoryReport
 from fxshard.pipeline import Observer, make_program
@@ -43,7 +44,7 @@ from fxshard.runtime.module import (
     unchanged_on_error,
 )
 from fxshard.runtime.runtime import Runtime
-from fxshard.runtime.sharding import Sharding, Slot
+from fxshard.runtime.sharding import Sharding, Slot, other_meshes
 from fxshard.runtime.taken_over import require_unsharded, taken_over
 from fxshard.runtime.unit_calls import UnitCall, options_of, outermost
 from fxshard.runtime.variants import Traced
@@ -224,6 +225,7 @@ def _compiled(
                 units=sharding.units,
                 world=world.size,
                 replicas=world.replicas,
+                meshes=other_meshes(world),
                 config=config,
                 device=_device_of(world),
                 symbols=shapes.named(config.dynamic or {}, module, *call),
@@ -262,9 +264,14 @@ def _sharding(
             "pipeline_stage=True needs a process group: start with torchrun, and give "
             "mesh=mesh['dp'], the ranks that hold the same stage. fxshard.plan needs none."
         )
-    check_reshard(units, world.size)
+    if config.pipeline_stage and len(world.grids) > 1:
+        raise ConfigError(
+            "pipeline_stage=True with units or parameters on meshes of their own: the end of a "
+            "schedule reduces over one mesh. Leave one of the two out."
+        )
+    check_reshard(units, world.size, other_meshes(world))
     config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
-    world.agree(_model_lines(units), "the model")
+    world.agree(_model_lines(units, world.grids), "the model")
     return Sharding(module, units, world, config, kept)
 
 
@@ -295,15 +302,16 @@ def fully_shard(
     Args:
         module: an `nn.Module`, or a list of such, whose parameters are one unit. A module inside of
             another one of the list counts as a part of that.
-        mesh: a 1-D `DeviceMesh` to shard over, or a 2-D one, replicate x shard; the same in all
-            calls. Beside tensor parallelism, the data-parallel part, ``mesh["dp"]``. None: the mesh
-            of earlier calls on its submodules, or all ranks.
+        mesh: a 1-D `DeviceMesh` to shard over, or a 2-D one, replicate x shard. Calls may differ:
+            each unit is gathered, and its gradients reduced, by the ranks of its own. Beside tensor
+            parallelism, the data-parallel part, ``mesh["dp"]``, in all calls. None: all ranks.
         reshard_after_forward: True: sharded between forward and backward; False: unsharded; an
             integer n: sharded over groups of n neighbouring ranks. None: False for the root, True
             for blocks.
         shard_placement_fn: called with each parameter; returns ``Shard(dim)``, the dimension to
-            shard it along, or None for ``Shard(0)``. Sizes need not divide evenly. A mesh of its
-            own for a parameter (`ShardPlacementResult`) is refused.
+            shard it along, or None for ``Shard(0)``. Sizes need not divide evenly. Or torch's
+            ``ShardPlacementResult``, with a mesh of the parameter's own: it is gathered, and its
+            gradient reduced, by the ranks of that mesh, in collectives of its own.
         mp_policy: dtypes of compute, of reductions and of outputs, of this unit.
         offload_policy: `CPUOffloadPolicy`: shards, sharded gradients and optimizer states are on
             the CPU; the same in all calls.
@@ -319,8 +327,8 @@ def fully_shard(
 
     Raises:
         ConfigError: an argument that fxshard cannot honour, or no process group; `module` is
-            sharded already, or a block in it has been called before; or calls differ in their mesh
-            or in their `offload_policy`.
+            sharded already, or a block in it has been called before; or calls differ in their
+            `offload_policy`, or a mesh has ranks that the root's has not.
         UnitError: a parameter cannot be sharded, or is tied to one of an earlier call.
         RankMismatchError: the ranks hold different models.
 
@@ -654,8 +662,8 @@ def _device_of(world: C10dWorld | InProcessWorld) -> torch.device | None:
     return torch.device(world.mesh.device_type) if isinstance(world, C10dWorld) else None
 
 
-def _model_lines(units: tuple[Unit, ...]) -> list[str]:
-    return [f"{p.line} unit={unit.name}" for unit in units for p in unit.params]
+def _model_lines(units: tuple[Unit, ...], grids: Mapping[str, Grid]) -> list[str]:
+    return [f"{p.line} unit={unit.name}{grids[p.mesh].text}" for unit in units for p in unit.params]
 
 
 def _plain_module(model: Any) -> nn.Module:

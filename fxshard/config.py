@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 from fxshard._torch.modules import REDUCES_AS_STORED
@@ -51,13 +50,6 @@ _NEWER = {
     "grad_dtype": "Leave it out: gradients are made in param_dtype, reduced in reduce_dtype, and "
     "have the dtype of their parameters.",
 }
-ONE_STRATEGY = (  # of a dict of strategies, and of FSDP1's units with one each
-    "A model has one strategy: reshard_after_forward={'blocks.0': False} leaves a part unsharded "
-    "from forward to backward. To replicate a part, compile the modules around it each by itself, "
-    "and put DistributedDataParallel around all, with the names of the sharded parameters in the "
-    "model's _ddp_params_and_buffers_to_ignore."
-)
-
 # torch's name of each strategy (torch/distributed/fsdp/api.py) -> ours.
 _TORCH_STRATEGIES: dict[ShardingStrategy, Strategy] = {
     ShardingStrategy.FULL_SHARD: "full_shard",
@@ -67,6 +59,8 @@ _TORCH_STRATEGIES: dict[ShardingStrategy, Strategy] = {
     ShardingStrategy._HYBRID_SHARD_ZERO2: "hybrid_shard_zero2",
 }
 STRATEGIES = tuple(_TORCH_STRATEGIES.values())
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")  # those that take two dimensions of ranks
+KEEPING = ("shard_grad_op", "hybrid_shard_zero2")  # those that leave units unsharded after forward
 CHECKPOINTS = ("full", "selective")
 BACKENDS = ("eager", "inductor")
 PREFETCHES = ("pre", "post")
@@ -217,12 +211,14 @@ class Options(TypedDict, total=False):
     The text below each key says what it does. `Config` has the defaults, and checks the values.
     """
 
-    strategy: Strategy | ShardingStrategy
+    strategy: Strategy | ShardingStrategy | Mapping[Any, Strategy | ShardingStrategy]
     """What is sharded. ``"full_shard"``: parameters, gradients and optimizer states; parameters are
     unsharded again in backward. ``"shard_grad_op"``: the same, but a unit stays unsharded from its
     forward to its backward. ``"no_shard"``: every rank holds everything, gradients are all-reduced.
     ``"hybrid_shard"``, ``"hybrid_shard_zero2"``: the first two inside the shard dimension of a 2-D
     mesh, copies along its replicate dimension. torch's `ShardingStrategy` values are accepted.
+    Or a dict from module classes or FQN globs, of units, to such values ("" is the root and the
+    default, else ``"full_shard"``): beside hybrid units, others are sharded over both dimensions.
     """
 
     units: Iterable[UnitName | Sequence[UnitName]] | Callable[..., Any] | None
@@ -235,9 +231,10 @@ class Options(TypedDict, total=False):
     ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None
     """Modules, parameters or FQN globs that stay unsharded and are never communicated."""
 
-    shard_placement_fn: Callable[[torch.nn.Parameter], Shard | None] | Mapping[str, Shard] | None
+    shard_placement_fn: Callable[[torch.nn.Parameter], Any] | Mapping[str, Any] | None
     """Along which dimension each parameter is sharded: a function that is called with it and
-    returns ``Shard(dim)``, or None for ``Shard(0)``, the default; or a dict from FQNs to those.
+    returns ``Shard(dim)``, or None for ``Shard(0)``, the default, or torch's
+    ``ShardPlacementResult``, with a mesh of its own; or a dict from FQNs to those.
     Along another dimension than 0 what is gathered is copied into place, and so are gradients
     before they are reduced.
     """
@@ -403,12 +400,10 @@ class Config:
             has it too.
     """
 
-    strategy: Strategy | ShardingStrategy = "full_shard"
+    strategy: Strategy | ShardingStrategy | Mapping[Any, Strategy | ShardingStrategy] = "full_shard"
     units: Iterable[UnitName | Sequence[UnitName]] | Callable[..., Any] | None = None
     ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None = ()
-    shard_placement_fn: (
-        Callable[[torch.nn.Parameter], Shard | None] | Mapping[str, Shard] | None
-    ) = None
+    shard_placement_fn: Callable[[torch.nn.Parameter], Any] | Mapping[str, Any] | None = None
     reshard_after_forward: bool | int | Mapping[Any, bool | int] | None = None
     mixed_precision: PrecisionPolicy | Mapping[Any, PrecisionPolicy | None] | None = None
     full_precision_in_eval: bool = False
@@ -445,9 +440,7 @@ class Config:
         self._check_lists()
         self._check_functions()
         self._accept_torch_names()
-        if isinstance(self.strategy, Mapping):
-            raise ConfigError(f"strategy={self.strategy!r}. {ONE_STRATEGY}")
-        _one_of("strategy", self.strategy, STRATEGIES)
+        self._check_strategies()
         _one_of("backend", self.backend, BACKENDS)
         _one_of("reduce_op", self.reduce_op, REDUCE_OPS)
         for name in ("forward_prefetch", "backward_prefetch"):
@@ -694,6 +687,21 @@ class Config:
                     f"{name}={value!r} with pipeline_stage=True: {why}. Leave one of the two out."
                 )
 
+    def _check_strategies(self) -> None:
+        """One strategy, or several; where all are the same, they are one."""
+        given: Any = self.strategy
+        if isinstance(given, Mapping):
+            torchs = _TORCH_STRATEGIES
+            given = {
+                key: torchs[each] if isinstance(each, ShardingStrategy) else each
+                for key, each in {"": "full_shard", **given}.items()
+            }
+            if len({*map(repr, given.values())}) == 1:
+                given = given[""]
+            object.__setattr__(self, "strategy", given)
+        for each in given.values() if isinstance(given, Mapping) else [given]:
+            _one_of("strategy", each, STRATEGIES)
+
     def _check_reshard(self) -> None:
         value = self.reshard_after_forward
         each = list(value.values()) if isinstance(value, Mapping) else [value]
@@ -732,14 +740,20 @@ class Config:
         return forward, backward
 
     @property
+    def strategies(self) -> dict[Any, str]:
+        """`strategy` as a dict from class or FQN glob to strategy; "" is the default."""
+        given: Any = self.strategy
+        return dict(given) if isinstance(given, Mapping) else {"": given}
+
+    @property
     def keeps_unsharded(self) -> bool:
-        """True if `strategy` leaves units unsharded between forward and backward."""
-        return self.strategy in ("shard_grad_op", "hybrid_shard_zero2")
+        """True if `strategy` leaves all units unsharded between forward and backward."""
+        return self.strategy in KEEPING
 
     @property
     def hybrid(self) -> bool:
-        """True if `strategy` takes a 2-D mesh, replicate x shard."""
-        return self.strategy in ("hybrid_shard", "hybrid_shard_zero2")
+        """True if `strategy`, or one of them, takes a 2-D mesh, replicate x shard."""
+        return any(each in HYBRID for each in self.strategies.values())
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Config:

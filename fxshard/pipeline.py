@@ -31,6 +31,7 @@ from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, V
 from fxshard.host import collector, files, progress
 from fxshard.ir import dump, tags
 from fxshard.ir.domain import Sizes, Symbols
+from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import (
@@ -263,6 +264,7 @@ def make_program(
     world: int,
     config: Config,
     replicas: int = 1,
+    meshes: tuple[Grid, ...] = (),
     sync: bool = True,
     accumulated: Iterable[str] = (),
     partial: Iterable[str] = (),
@@ -285,6 +287,7 @@ def make_program(
         world: number of ranks that share a parameter.
         config: the options.
         replicas: number of such groups of ranks.
+        meshes: the ranks of those parameters that have a mesh of their own.
         sync: False under ``no_sync``.
         accumulated: FQNs of parameters that have an accumulated gradient.
         partial: FQNs of parameters that have a partial sum of sharded gradients.
@@ -300,7 +303,7 @@ def make_program(
             sharding: one that serves is reused.
         common: what all ranks gather and reduce in this call; None: the same as this one.
     """
-    check_reshard(units, world)
+    check_reshard(units, world, meshes)
     if config.full_precision_in_eval and not model.training:
         units = tuple(with_precision(unit, Precision()) for unit in units)
     leaves, in_spec = trees.tree_flatten((args, kwargs))
@@ -342,7 +345,7 @@ def make_program(
 
     def start() -> Program:
         program = captured.copied(units, world)
-        program.checkpoints = checkpoints
+        program.checkpoints, program.meshes = checkpoints, meshes
         return program
 
     if stems is not None and tuple(step.name for step in passes[: len(STEM)]) == STEM:

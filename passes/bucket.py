@@ -65,12 +65,12 @@ class Bucket:
         places = sorted(first for first, _ in uses.values())
         groups: list[list[str]] = []
         for unit in program.units:
-            fqns = [param.fqn for param in unit.params]
-            if self.max_bytes is not None:
-                fqns.sort(key=lambda fqn: uses.get(fqn, (never, never))[0])
-                groups += split(fqns, sizes, self.max_bytes)
-            elif fqns:
-                groups += used_apart(fqns, sizes, uses, places)
+            for fqns in map(list, unit.by_mesh):
+                if self.max_bytes is not None:
+                    fqns.sort(key=lambda fqn: uses.get(fqn, (never, never))[0])
+                    groups += split(fqns, sizes, self.max_bytes)
+                else:
+                    groups += used_apart(fqns, sizes, uses, places)
         if self.min_bytes is not None:
             groups.sort(key=lambda group: min(uses.get(f, (never, never))[0] for f in group))
             groups = self.merge(program, groups, sizes, uses)
@@ -175,9 +175,11 @@ def used_apart(
 
 
 def settings_of(program: Program, group: Sequence[str]) -> list[object]:
-    """What all units of a bucket must have in common, of its first unit."""
-    unit = program.units[program.params[group[0]].unit]
-    return [unit.precision, unit.reshard, unit.stays, unit.reduce, unit.divide_factor, unit.ahead]
+    """What all parameters of a bucket, and their units, must have in common, of its first one."""
+    first = program.params[group[0]]
+    unit = program.units[first.unit]
+    found = [unit.precision, unit.reshard, unit.stays, unit.reduce, unit.divide_factor, unit.ahead]
+    return [first.mesh, *found]
 
 
 def follows(before: Sequence[str], group: Sequence[str], uses: dict[str, tuple[int, int]]) -> bool:

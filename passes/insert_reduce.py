@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import ops, tags, transfers
-from fxshard.ir.layout import ParamLayout, gathered, spans, split_by_rank
+from fxshard.ir.layout import Grid, ParamLayout, gathered, spans, split_by_rank
 from fxshard.ir.program import Fact, Program, Result
 from fxshard.ir.units import Param
 
@@ -28,7 +28,8 @@ class InsertReduce:
     reduction, and nothing else refers to its storage; otherwise a copy (padded with zero rows,
     cast) is sent. That of a parameter cut along another dimension than 0 is copied, rank by rank.
     Packed gradients are sent in one flat copy, rank by rank; their sharded gradients are parts of
-    its result. Replicas all-reduce the results of the reduce-scatter. Then the sharded gradient is
+    its result. Replicas all-reduce the results of the reduce-scatter. The ranks are those of the
+    mesh that the parameters of the bucket are on. Then the sharded gradient is
     cast to the dtype of its parameter, and copied to the CPU if parameters are there.
 
     Under ``no_sync``, and of units that are not reduced, gradients are returned, or added to those
@@ -130,13 +131,13 @@ class InsertReduce:
             }
             reduced = self._reduce(program, params, sent, own, packs, last, pair)
             grads |= {param.fqn: node for param, node in zip(params, reduced, strict=True)}
-            pair += len(self._launches(program)) or 1
+            pair += len(self._launches(program, program.grid(params[0].fqn))) or 1
 
-    def _launches(self, program: Program) -> list[str]:
+    def _launches(self, program: Program, grid: Grid) -> list[str]:
         """The launches that a gradient goes through, in order."""
         if program.comm_hook:
             return ["hook"]
-        launches = {"reduce": program.world_size > 1, "all_reduce": program.replicas > 1}
+        launches = {"reduce": grid.shards > 1, "all_reduce": grid.replicas > 1}
         launches["store"] = program.offloaded
         return [name for name, needed in launches.items() if needed]
 
@@ -161,9 +162,10 @@ class InsertReduce:
         tag = tags.Meta("backward", "reduce", module=unit.fqn, unit=unit.index, pair=pair)
         alone = [param for param in params if param.fqn in own]
         fqns = [*(param.fqn for param in alone), *("" for _ in packs)]
-        ranks = program.world_size * program.replicas
+        grid = program.grid(params[0].fqn)
+        launches = self._launches(program, grid)
         dtype = reduce_dtype(program, params[0], grads[params[0].fqn])
-        before, op, after = self.division(dtype, ranks, unit.divide_factor)
+        before, op, after = self.division(dtype, grid.ranks, unit.divide_factor)
         if program.comm_hook:
             before = None  # the hook averages
         with program.graph.inserting_before(following(program, last)):
@@ -177,8 +179,10 @@ class InsertReduce:
                 nodes.append(divided(program, flat, before))
             if program.comm_hook:
                 return through_hook(program, params, nodes, tag)
-            if program.world_size > 1:
-                args = (nodes, program.world_size, *([] if op == "avg" else ["shard", op]))
+            if grid.shards > 1:
+                group = grid.group("shard")
+                usual = (group, op) == ("shard", "avg")
+                args = (nodes, grid.shards, *([] if usual else [group, op]))
                 name = f"reduce_{pair}"
                 nodes = transfers.insert_operator(
                     program, ops.reduce_scatter, args, fqns, tag, name
@@ -186,12 +190,12 @@ class InsertReduce:
                 transfers.insert_wait(program, nodes, tag)
             both = zip(nodes, alone, strict=False)
             nodes[: len(alone)] = [add_partial(program, n, param, tag) for n, param in both]
-            if unit.reduce == "shards":  # of which none is packed
+            if program.reduces(params[0].fqn) == "shards":  # of which none is packed
                 found = {param.fqn: node for param, node in zip(alone, nodes, strict=True)}
                 return [found[param.fqn] for param in params]
-            if program.replicas > 1:
-                tag = tags.changed(tag, pair=pair + self._launches(program).index("all_reduce"))
-                args = (nodes, program.replicas, "replicate", op)
+            if grid.replicas > 1:
+                tag = tags.changed(tag, pair=pair + launches.index("all_reduce"))
+                args = (nodes, grid.replicas, grid.group("replicate"), op)
                 name = f"all_reduce_{tag.pair}"
                 nodes = transfers.insert_operator(program, ops.all_reduce, args, fqns, tag, name)
                 transfers.insert_wait(program, nodes, tag)
@@ -203,7 +207,7 @@ class InsertReduce:
                     for node, param in zip(nodes, firsts, strict=True)
                 ]
             if program.offloaded:
-                tag = tags.changed(tag, pair=pair + self._launches(program).index("store"))
+                tag = tags.changed(tag, pair=pair + launches.index("store"))
                 name = f"store_{tag.pair}"
                 nodes = transfers.insert_operator(program, ops.store, (nodes,), fqns, tag, name)
                 transfers.insert_wait(program, nodes, tag)
@@ -245,7 +249,7 @@ def packed_together(
 
     Not those whose partial sums are kept: of a copy, one would keep them all.
     """
-    if program.comm_hook or program.world_size * program.replicas == 1:
+    if program.comm_hook or program.grid(params[0].fqn).ranks == 1:
         return []
     found: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
     for param in params:
@@ -260,7 +264,7 @@ def packed_together(
 
 
 def as_rows(program: Program, param: Param, grad: fx.Node, tag: tags.Meta) -> fx.Node:
-    """A view of `grad`, padded, of shape ``[world_size, n]``: row r is what rank r gets."""
+    """A view of `grad`, padded, of shape ``[shards, n]``: row r is what rank r gets."""
     tag = tags.changed(tag, role="pad", fqn=param.fqn)
     layout = program.layouts[param.fqn]
     node = grad
@@ -270,7 +274,7 @@ def as_rows(program: Program, param: Param, grad: fx.Node, tag: tags.Meta) -> fx
         node = padded(program, grad, layout, tag)
     elif not grad.meta["val"].is_contiguous():
         node = contiguous(program, grad, tag)
-    return operation(program, aten.view.default, (node, [program.world_size, -1]), tag)
+    return operation(program, aten.view.default, (node, [program.grid(param.fqn).shards, -1]), tag)
 
 
 def flat_copy(program: Program, rows: list[fx.Node], tag: tags.Meta) -> fx.Node:
@@ -432,7 +436,7 @@ def cast(
 def as_sendable(
     program: Program, param: Param, grad: fx.Node, alone: bool, tag: tags.Meta
 ) -> fx.Node:
-    """`grad` itself, or a contiguous copy of ``world_size * chunk`` rows in the reduction's dtype.
+    """`grad` itself, or a contiguous copy of ``shards * chunk`` rows in the reduction's dtype.
 
     What is sent is tagged with the FQN of the parameter whose gradient it is.
     """
@@ -460,10 +464,11 @@ def by_rank(program: Program, layout: ParamLayout, grad: fx.Node, tag: tags.Meta
     """A contiguous copy of `grad`, padded, in which the ranks' parts follow each other."""
     tag = tags.changed(tag, role="pad")
     node = padded(program, grad, layout, tag) if layout.padding else grad
-    split, order = split_by_rank(layout.padded_shape, program.world_size, layout.dim)
+    ranks = layout.parts[layout.dim]
+    split, order = split_by_rank(layout.padded_shape, ranks, layout.dim)
     node = operation(program, aten.view.default, (node, split), tag)
     node = operation(program, aten.permute.default, (node, order), tag)
-    shape = list(gathered(layout.shard_shape, program.world_size))
+    shape = list(gathered(layout.shard_shape, ranks))
     return operation(program, aten.view.default, (contiguous(program, node, tag), shape), tag)
 
 

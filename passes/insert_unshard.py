@@ -10,6 +10,7 @@ from torch import fx
 
 from fxshard.errors import UnitError
 from fxshard.ir import ops, tags, transfers
+from fxshard.ir.layout import Grid
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import Param, Unit
 
@@ -29,7 +30,8 @@ class InsertUnshard:
 
     Between forward and backward a unit is sharded (``unit.reshard`` is True: backward gathers
     again), unsharded (False: backward reads what forward gathered), or sharded over n neighbours
-    (backward gathers from those). With one rank per shard group nothing is gathered.
+    (backward gathers from those). With one rank per shard group nothing is gathered. A bucket is
+    gathered by the ranks of the mesh that its parameters are on.
 
     What an earlier call has kept (``program.kept``) is taken, and not gathered. Of a unit that
     stays unsharded after backward (``unit.stays``) backward gathers all that forward has gathered.
@@ -72,7 +74,8 @@ class InsertUnshard:
             if lies_ready(program, param):
                 (placeholder,) = inputs.pop(param.fqn)
                 replace(program, placeholder, shards[param.fqn], PHASES)
-        sources = {fqn: Source(node, program.world_size) for fqn, node in shards.items()}
+        grids = program.grids
+        sources = {fqn: source(grids[program.params[fqn].mesh], n) for fqn, n in shards.items()}
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         entries = first_nodes(program)
         pairs = (tags.get(node).pair for node in program.graph.nodes)
@@ -110,7 +113,7 @@ class InsertUnshard:
                         program.graph.erase_node(node)
                 if phase == "forward" and unit.stays and unit.reshard is not False:
                     again |= {param.fqn for param in params}
-                if phase == "forward" and regroups(program, unit) and reread:
+                if phase == "forward" and regroups(program, params[0]) and reread:
                     kept = [params[i] for i in reread]
                     sources |= reshard(program, unit, kept, [items[i] for i in reread], tag)
                 pair += 1
@@ -137,15 +140,21 @@ class Source:
     group: str = "shard"
 
 
+def source(grid: Grid, node: fx.Node) -> Source:
+    """The shard `node` of a parameter that is on the mesh `grid`."""
+    return Source(node, grid.shards, grid.group("shard"))
+
+
 def lies_ready(program: Program, param: Param) -> bool:
     """True if the shard of `param` is the unsharded parameter as it is."""
     cast = param.compute_dtype is not param.dtype or param.extension is not None
-    return program.world_size == 1 and not cast and not program.offloaded
+    return program.grid(param.fqn).shards == 1 and not cast and not program.offloaded
 
 
-def regroups(program: Program, unit: Unit) -> bool:
-    """True if `unit` is sharded over a smaller group between forward and backward."""
-    return not isinstance(unit.reshard, bool) and unit.reshard < program.world_size
+def regroups(program: Program, param: Param) -> bool:
+    """True if `param` is sharded over a smaller group between forward and backward."""
+    after = program.units[param.unit].reshard
+    return not isinstance(after, bool) and after < program.grid(param.fqn).shards
 
 
 def add_shard(program: Program, param: Param, placeholder: fx.Node) -> fx.Node:
@@ -220,7 +229,7 @@ def launched_together(program: Program, params: list[Param], kept: set[str]) -> 
     """
     found: dict[tuple[torch.dtype | None, bool], list[Param]] = {}
     for param in params:
-        as_it_is = program.world_size == 1 and param.compute_dtype is param.dtype
+        as_it_is = program.grid(param.fqn).shards == 1 and param.compute_dtype is param.dtype
         if param.extension is None:
             key = None if as_it_is else param.compute_dtype, param.fqn in kept
             found.setdefault(key, []).append(param)
@@ -263,7 +272,7 @@ def unshard(
         sent = ([nodes[i] for i in small], dtype)
         made += transfers.insert_operator(program, ops.pack, sent, [""], tag, f"pack_{tag.pair}")
     if size > 1:
-        gather = (made, size) if group == "shard" else (made, size, group)
+        gather = args_in(made, size, group)
         names = [*(fqns[i] for i in alone), *([""] if small else [])]
         made = transfers.insert_operator(
             program, ops.all_gather, gather, names, tag, f"unshard_{tag.pair}"
@@ -278,6 +287,11 @@ def unshard(
             found = unpack(program, inside, node, size, tag)
         full |= zip(members, found, strict=True)
     return [full[i] for i in range(len(params))]
+
+
+def args_in(nodes: list[fx.Node], size: int, group: str) -> tuple[Any, ...]:
+    """The arguments of a gather: the group by its name, unless it is the usual one."""
+    return (nodes, size) if group == "shard" else (nodes, size, group)
 
 
 def taken(
@@ -322,21 +336,22 @@ def unshard_extended(
     """
     refuse_elsewhere(program, params)
     extensions = [param.extension for param in params if param.extension is not None]
-    traced = [each.traced(program.world_size, program.device) for each in extensions]
+    size, group = sources[0].size, sources[0].group
+    traced = [each.traced(size, program.device) for each in extensions]
     made: list[list[fx.Node]] = []  # per parameter, what of its shard is sent, and what is kept
     for param, own, source in zip(params, traced, sources, strict=True):
         pre = tags.changed(tag, role="pre_gather", fqn=param.fqn)
-        made.append(transfers.insert_traced(program, own.pre, [source.node], pre))
+        made.append(transfers.insert_traced(program, own.pre, [source.node], pre, (size, group)))
     launches: dict[torch.dtype, list[tuple[int, int]]] = {}
     for i, own in enumerate(traced):
         for k in range(own.sent):
             launches.setdefault(made[i][k].meta["val"].dtype, []).append((i, k))
-    if program.world_size > 1:
+    if size > 1:
         for number, places in enumerate(launches.values()):
             mine = tags.changed(tag, pair=(tag.pair or 0) + number)
             sent, fqns = [made[i][k] for i, k in places], [params[i].fqn for i, _ in places]
             name = f"unshard_{mine.pair}"
-            args = (sent, program.world_size)
+            args = args_in(sent, size, group)
             items = transfers.insert_operator(program, ops.all_gather, args, fqns, mine, name)
             transfers.insert_wait(program, items, mine)
             for (i, k), item in zip(places, items, strict=True):
@@ -344,7 +359,7 @@ def unshard_extended(
     found: list[dict[str, fx.Node]] = []
     for param, own, given in zip(params, traced, made, strict=True):
         post = tags.changed(tag, role="post_gather", fqn=param.fqn)
-        results = transfers.insert_traced(program, own.post, given, post)
+        results = transfers.insert_traced(program, own.post, given, post, (size, group))
         found.append(dict(zip(own.form.inner or ("",), results, strict=True)))
     return found, len(launches)
 
@@ -365,7 +380,7 @@ def refuse_elsewhere(program: Program, params: list[Param]) -> None:
             param.extension.require_rows(param.shard_dim)
     if program.offloaded:
         what = "parameters are offloaded to the CPU. Leave offload out"
-    elif regroups(program, unit):
+    elif regroups(program, params[0]):
         what = f"reshard_after_forward={unit.reshard} shards it over a smaller group. Give a bool"
     if what:
         raise UnitError(
@@ -402,7 +417,8 @@ def reshard(
     program: Program, unit: Unit, params: list[Param], items: list[fx.Node], tag: tags.Meta
 ) -> dict[str, Source]:
     """After the last reader in forward, keep this rank's rows in a smaller group."""
-    size, group = int(unit.reshard), f"reshard{unit.reshard}"
+    size = int(unit.reshard)
+    group = program.grid(params[0].fqn).group(f"reshard{size}")
     storages = set().union(*map(tags.storage_ids, items))
     reading: set[fx.Node] = set()
     todo = list(items)

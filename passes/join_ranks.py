@@ -83,7 +83,7 @@ def needs_of(program: Program) -> Needs:
     events.sort(key=lambda event: event[:2])
     made = {fqn for fqn, node in grads.items() if node is not None}
     calls = [node for node in program.graph.nodes if is_collective(node)]
-    reduces = {unit.reduce for unit in program.units} if program.sync else {"none"}
+    reduces = {program.reduces(fqn) for fqn in program.params}
     return Needs(
         forward=tuple(order),
         ends=tuple(ends),
@@ -115,14 +115,16 @@ class Reads:
         for node in program.graph.find_nodes(op="placeholder"):
             fqn = tags.get(node).fqn
             places = [self.order[user] for user in node.users if user in self.order]
-            if tags.get(node).role == "param" and program.world_size > 1 and fqn and places:
+            if tags.get(node).role != "param" or fqn not in program.params or not places:
+                continue
+            if program.grid(fqn).shards > 1:
                 self.first[fqn] = min(self.first.get(fqn, places[0]), *places)
                 self.last[fqn] = max(self.last.get(fqn, places[0]), *places)
 
 
 def gradients(program: Program) -> dict[str, fx.Node | None]:
     """The gradients that are to be reduced; None: only the sum of earlier ones is."""
-    if program.world_size * program.replicas == 1 or not program.signature.training:
+    if not program.signature.training:
         return {}
     both = zip(program.values, program.results, strict=True)
     made = {result.name: value for value, result in both if result.kind == "grad"}
@@ -130,7 +132,7 @@ def gradients(program: Program) -> dict[str, fx.Node | None]:
     return {
         fqn: made.get(fqn)
         for fqn in names
-        if fqn in program.params and program.reduces(fqn) != "none"
+        if fqn in program.params and program.reduces(fqn) != "none" and program.grid(fqn).ranks > 1
     }
 
 

@@ -18,6 +18,7 @@ from fxshard.ir.program import Program
 PLAIN = [
     *("results", "signature", "units", "world_size", "device", "replicas", "sync", "accumulated"),
     *(
+        "meshes",
         "partial",
         "kept",
         "comm_hook",

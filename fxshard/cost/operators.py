@@ -30,6 +30,7 @@ from fxshard._torch.export import OpOverload
 from fxshard._torch.traced_collectives import is_collective, ranks_of
 from fxshard.cost.hardware import Hardware
 from fxshard.ir import ops, tags
+from fxshard.ir.layout import kind_of_group
 
 aten: Any = torch.ops.aten
 
@@ -211,7 +212,7 @@ def collective(node: fx.Node, world_size: int, apart: int = 1) -> Collective:
     return Collective(
         total=_sent(node) * ranks ** max(0, spec.grows),
         ranks=ranks,
-        stride=apart * (world_size if ops.group(node) == "replicate" else 1),
+        stride=apart * (world_size if kind_of_group(ops.group(node)) == "replicate" else 1),
         passes=spec.passes,
     )
 

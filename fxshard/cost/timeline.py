@@ -406,14 +406,18 @@ class _Walk:
         if node.target is ops.step:
             fqns = cast("list[str]", node.args[2])
             return optimizer_seconds(fqns, self._state, self._program, self.hardware)
-        program = self._program
-        return operators.node_seconds(node, self.hardware, program.world_size, program.apart)
+        apart = self._program.apart
+        return operators.node_seconds(node, self.hardware, self._shards(node), apart)
+
+    def _shards(self, node: fx.Node) -> int:
+        """How many ranks share a parameter on the mesh of a collective."""
+        _, _, mesh = (ops.group(node) or "").partition("@")
+        return self._program.grids[mesh].shards
 
     def _sent(self, node: fx.Node) -> tuple[float, float]:
         if not ops.of(node).collective:
             return 0.0, 0.0
-        program = self._program
-        sent = operators.collective(node, program.world_size, program.apart)
+        sent = operators.collective(node, self._shards(node), self._program.apart)
         return operators.wire_bytes(sent, self.hardware)
 
     def _event(self, event: str) -> float:

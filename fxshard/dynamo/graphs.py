@@ -37,6 +37,7 @@ from fxshard.ir.units import Unit
 from fxshard.memory.graphs import GraphReports
 from fxshard.runtime import reading
 from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.sharding import other_meshes
 from fxshard.runtime.step import Call, Step, differentiated
 from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
@@ -372,6 +373,7 @@ class Graph:
             units=_units_of(owner, bound, config, self.options),
             world=owner.world.size,
             replicas=owner.world.replicas,
+            meshes=other_meshes(owner.world),
             config=config,
             device=device,
             captures=raw,

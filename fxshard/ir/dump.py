@@ -38,6 +38,7 @@ DTYPES = {
 def text(program: Program) -> str:
     """The joint graph, one line per node, under a line per phase."""
     lines = [f"program world_size={program.world_size} units={len(program.units)}"]
+    lines += _meshes(program)
     lines += _open_sizes(program)
     lines += _buckets(program)
     phase = None
@@ -48,6 +49,18 @@ def text(program: Program) -> str:
             lines.append(f"{phase}:")
         lines.append("  " + line(node, program))
     return "\n".join(lines)
+
+
+def _meshes(program: Program) -> list[str]:
+    """A line per mesh that parameters are on besides that of the model: how they lie there."""
+    names: dict[str, list[str]] = {}
+    for param in program.params.values():
+        names.setdefault(param.mesh, []).append(param.fqn)
+    return [
+        f"  mesh {grid.name}: {grid.replicas} x {grid.shards}: {', '.join(names[grid.name])}"
+        for grid in program.meshes
+        if grid.name in names
+    ]
 
 
 def _open_sizes(program: Program) -> list[str]:

@@ -5,7 +5,7 @@ each rank has ``ceil(n / ranks)`` of its ``n`` rows, the last ranks with fewer o
 that is dimension 0; "rows" of a parameter that is cut along another one are the indices along that
 one. A shard is padded to as many rows, so that every rank sends as many bytes: what a rank has lies
 contiguous at its beginning, and the padding after it. The shards of a unit lie one after the other
-in a flat storage per dtype.
+in a flat storage per dtype and mesh.
 
 Shards cut along dimension 0, one after the other, are the parameter. Cut along another one, they
 have to be copied into their places, and gradients into the shards that are sent (`both_places`).
@@ -36,6 +36,50 @@ def placements(dim: int = 0) -> dict[str, Placement]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Grid:
+    """The ranks of one mesh, as the parameters on it see them.
+
+    Attributes:
+        shards: number of ranks that share a parameter.
+        replicas: number of such groups of ranks, which hold the same shards.
+        name: "" for the mesh of the model; that of another one stands in the names of its groups.
+    """
+
+    shards: int
+    replicas: int = 1
+    name: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.shards * self.replicas
+
+    @property
+    def text(self) -> str:
+        """For lines about parameters on it; empty for the mesh of the model."""
+        return f" mesh={self.name} ({self.replicas} x {self.shards})" if self.name else ""
+
+    def group(self, kind: str) -> str:
+        """The name of a group of its ranks: ``"shard"``, ``"replicate"`` or ``"reshard<n>"``; on
+        another mesh than the model's, ``"shard@name"``.
+        """
+        return f"{kind}@{self.name}" if self.name else kind
+
+    def size(self, group: str) -> int | None:
+        """Number of ranks of one of its groups, by the full name; None if it has no such group."""
+        kind, _, name = group.partition("@")
+        count = kind.removeprefix("reshard")
+        known = {"shard": self.shards, "replicate": self.replicas}
+        found = known.get(kind) or (int(count) if count.isdecimal() else None)
+        return found if name == self.name else None
+
+
+def kind_of_group(group: str | None) -> str:
+    """``"shard"`` of ``"shard@name"``: the part that its ranks have in whichever mesh; or ""."""
+    return (group or "").partition("@")[0]
+
+
+@dataclasses.dataclass(frozen=True)
 class ParamLayout:
     """Where each row of one parameter is.
 
@@ -46,7 +90,7 @@ class ParamLayout:
         mesh: number of ranks along each dimension of the mesh.
         placements: per dimension of the mesh: ``Shard``, or ``Replicate()`` where all ranks have
             the same. An ignored parameter is replicated along all of them.
-        offset: place of its shard in the flat storage of its unit and dtype, in elements.
+        offset: place of its shard in its flat storage, in elements.
     """
 
     shape: tuple[int, ...]
@@ -154,9 +198,9 @@ class ParamLayout:
     # -- the flat storage --------------------------------------------------------------------------
 
     @property
-    def storage(self) -> tuple[int, torch.dtype]:
-        """Which flat storage it lies in: that of its unit and dtype."""
-        return self.unit, self.dtype
+    def storage(self) -> tuple[int, torch.dtype, tuple[int, ...]]:
+        """Which flat storage it lies in: that of its unit, dtype and mesh."""
+        return self.unit, self.dtype, self.mesh
 
     @property
     def end(self) -> int:
@@ -181,7 +225,9 @@ class ParamLayout:
         return list(piece.view(ranks, *self.shard_shape).unbind())
 
 
-def layouts(units: Iterable[Any], ranks: int, replicas: int = 1) -> dict[str, ParamLayout]:
+def layouts(
+    units: Iterable[Any], ranks: int, replicas: int = 1, others: Iterable[Grid] = ()
+) -> dict[str, ParamLayout]:
     """The layout of every parameter of `units`, the ignored ones too, by FQN.
 
     Args:
@@ -189,15 +235,19 @@ def layouts(units: Iterable[Any], ranks: int, replicas: int = 1) -> dict[str, Pa
             storages.
         ranks: number of ranks that parameters are sharded over.
         replicas: number of such groups of ranks, which hold the same shards.
+        others: the meshes of parameters that have one of their own.
     """
-    mesh, replicated = (replicas, ranks), (Replicate(), Replicate())
+    grids = {"": (replicas, ranks)} | {grid.name: (grid.replicas, grid.shards) for grid in others}
+    replicated = (Replicate(), Replicate())
     cut = {
-        p.fqn: ParamLayout(p.shape, p.dtype, p.unit, mesh, tuple(placements(p.shard_dim).values()))
+        p.fqn: ParamLayout(
+            *(p.shape, p.dtype, p.unit, grids[p.mesh]), tuple(placements(p.shard_dim).values())
+        )
         for unit in units
         for p in unit.params
     }
     ignored = {
-        p.fqn: ParamLayout(p.shape, p.dtype, p.unit, mesh, replicated)
+        p.fqn: ParamLayout(p.shape, p.dtype, p.unit, grids[""], replicated)
         for unit in units
         for p in unit.ignored
     }
@@ -205,8 +255,8 @@ def layouts(units: Iterable[Any], ranks: int, replicas: int = 1) -> dict[str, Pa
 
 
 def in_flat_storage(params: Iterable[ParamLayout]) -> list[ParamLayout]:
-    """The same, one after the other: each in the flat storage of its unit and dtype."""
-    ends: dict[tuple[int, torch.dtype], int] = {}
+    """The same, one after the other: each in its flat storage."""
+    ends: dict[Any, int] = {}
     found = []
     for param in params:
         found.append(dataclasses.replace(param, offset=ends.get(param.storage, 0)))
@@ -214,9 +264,9 @@ def in_flat_storage(params: Iterable[ParamLayout]) -> list[ParamLayout]:
     return found
 
 
-def flat_numels(params: Iterable[ParamLayout]) -> dict[tuple[int, torch.dtype], int]:
-    """Elements of the flat storages that `params` lie in, for one rank, by unit and dtype."""
-    found: dict[tuple[int, torch.dtype], int] = {}
+def flat_numels(params: Iterable[ParamLayout]) -> dict[Any, int]:
+    """Elements of the flat storages that `params` lie in, for one rank (`ParamLayout.storage`)."""
+    found: dict[Any, int] = {}
     for param in params:
         found[param.storage] = max(param.end, found.get(param.storage, 0))
     return found

@@ -9,7 +9,8 @@ parentheses come from a table, and classes from modules that this process has im
     tensor  = DTYPE "[" sizes "]" [ "{" option { " " option } "}" ] "@" STORAGE [ ":" BYTES ]
     option  = "stride=" sizes | "offset=" INT | "device=" DEVICE | "grad"
     word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree" | "leaf"
-            | "Precision" | "OpenTensor" | "Needs" | a function of sympy, or of torch's sizes
+            | "Precision" | "OpenTensor" | "Needs" | "Grid" | a function of sympy, or of torch's
+            sizes
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fxshard._torch.fake_tensors import FakeTensor, FakeTensorMode
 from fxshard.config import Precision
 from fxshard.ir import dump
 from fxshard.ir.domain import OpenTensor
+from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
 
 
@@ -130,7 +132,7 @@ class Writer:
                 return "leaf()"
             parts = (value.type, value.context, list(value.children()))
             return f"tree({', '.join(map(self.value, parts))})"
-        if kind in (Precision, OpenTensor, Needs):
+        if kind in (Precision, OpenTensor, Needs, Grid):
             return f"{kind.__name__}({self.fields(value, ', ')})"
         if isinstance(value, type) or value is collections.namedtuple:
             name = f"{value.__module__}:{value.__qualname__}"
@@ -494,5 +496,6 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "leaf": lambda: trees.LEAF,
     "Precision": Precision,
     "Needs": Needs,
+    "Grid": Grid,
     "OpenTensor": _open_tensor,
 }

@@ -5,8 +5,9 @@ one `define`, and a method of its name on each world that is to run it (`fxshard
 operators have no kernel of their own.
 
 The first argument is the list of operands. `group` names the ranks that take part: "shard" (those
-that share a parameter), "replicate" (those that hold the same shard), "reshard<n>" (n neighbours).
-`size` is their number.
+that share a parameter), "replicate" (those that hold the same shard), "reshard<n>" (n neighbours);
+on another mesh than the model's, with its name (`fxshard.ir.layout.Grid.group`). `size` is their
+number.
 """
 
 from __future__ import annotations

@@ -1,23 +1,53 @@
-"""The dimension that each parameter is sharded along: what option ``shard_placement_fn`` says."""
+"""What option ``shard_placement_fn`` says of each parameter: its dimension, a mesh of its own."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fxshard.errors import UnitError
 
-PlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None] | Mapping[str, Shard]
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """What ``shard_placement_fn`` says of a parameter that has a mesh of its own.
+
+    Attributes:
+        placement: the dimension that it is sharded along.
+        mesh: 1-D, or 2-D replicate x shard.
+    """
+
+    placement: Shard
+    mesh: DeviceMesh
+
+
+PlacementFn: TypeAlias = Callable[[nn.Parameter], Any] | Mapping[str, Any]
 
 
 def shard_dims(
     fn: PlacementFn | None, params: Mapping[tuple[str, ...], nn.Parameter]
 ) -> dict[str, int]:
     """The dimension of each of `params`, by its first name; those along dimension 0 are left out.
+
+    For the arguments and errors see `said`.
+    """
+    return {
+        fqn: dim
+        for fqn, placement in said(fn, params).items()
+        if (dim := placement.placement.dim if isinstance(placement, OnMesh) else placement.dim)
+    }
+
+
+def said(
+    fn: PlacementFn | None, params: Mapping[tuple[str, ...], nn.Parameter]
+) -> dict[str, Shard | OnMesh]:
+    """What is said of each of `params`, by its first name.
 
     Args:
         fn: called with each parameter, as FSDP2 calls it; or a dict of what it returned, by a name.
@@ -27,15 +57,14 @@ def shard_dims(
         UnitError: `fn` failed, or a parameter cannot be sharded as it says; names the parameter.
     """
     if fn is None:
-        return {}
-    found: dict[str, int] = {}
+        return {names[0]: Shard(0) for names in params}
+    found: dict[str, Shard | OnMesh] = {}
     for (name, *others), param in params.items():
         if isinstance(fn, Mapping):
             placement = next((fn[each] for each in (name, *others) if each in fn), None)
         else:
             placement = _asked(fn, name, param)
-        if dim := _dim(name, param, placement):
-            found[name] = dim
+        found[name] = _checked(name, param, placement)
     return found
 
 
@@ -55,20 +84,22 @@ def _asked(fn: Callable[[nn.Parameter], Any], fqn: str, param: nn.Parameter) -> 
         raise UnitError(
             f"the function shard_placement_fn failed for parameter {fqn!r} {list(param.shape)} "
             f"with {type(error).__name__}: {error}. It is called with each parameter that is "
-            f"sharded, and returns None or Shard(dim)."
+            f"sharded, and returns None, Shard(dim), or a ShardPlacementResult of torch's."
         ) from error
 
 
-def _dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
+def _checked(fqn: str, param: nn.Parameter, placement: Any) -> Shard | OnMesh:
     if placement is None:
-        return 0
+        return Shard(0)
     what = f"shard_placement_fn returned {placement!r} for parameter {fqn!r} {list(param.shape)}"
+    if isinstance(placement, OnMesh):
+        inside = _checked(fqn, param, placement.placement)
+        assert isinstance(inside, Shard)
+        return OnMesh(inside, placement.mesh)
     if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult
-        raise UnitError(
-            f"{what}, a mesh of its own: fxshard shards a model over one mesh. Return "
-            f"{placement.placement!r} alone, or name the parameter in ignored_params (option "
-            f"ignored), shard it and reduce its gradient yourself."
-        )
+        inside = _checked(fqn, param, placement.placement)
+        assert isinstance(inside, Shard)
+        return OnMesh(inside, _mesh_of(placement.mesh_info, what))
     if type(placement) is not Shard:
         raise UnitError(f"{what}: expected None or torch.distributed.tensor.Shard(dim).")
     if not -param.dim() <= placement.dim < param.dim():
@@ -76,4 +107,19 @@ def _dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
             f"{what}, which has {param.dim()} dimensions. Return a dimension that it has, or None "
             f"(which is Shard(0))."
         )
-    return int(placement.dim) % param.dim() if param.numel() else 0  # of nothing: all the same
+    # Of nothing: all the same.
+    return Shard(int(placement.dim) % param.dim() if param.numel() else 0)
+
+
+def _mesh_of(info: Any, what: str) -> DeviceMesh:
+    """The mesh of torch's `FSDPMeshInfo` (1-D) or `HSDPMeshInfo` (2-D, replicate x shard)."""
+    mesh: Any = getattr(info, "mesh", None)
+    dims = getattr(info, "replicate_mesh_dim", None), getattr(info, "shard_mesh_dim", None)
+    legal = isinstance(mesh, DeviceMesh) and dims == {1: (None, 0), 2: (0, 1)}.get(mesh.ndim)
+    if not legal or getattr(info, "dp_mesh_dims", None) is not None:
+        raise UnitError(
+            f"{what}: fxshard takes FSDPMeshInfo(mesh, shard_mesh_dim=0) of a 1-D mesh, or "
+            f"HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) of a 2-D one."
+        )
+    found: DeviceMesh = mesh
+    return found

@@ -56,7 +56,7 @@ from fxshard._torch.trees import TreeSpec
 from fxshard.ir import ops, tags
 from fxshard.ir.calls import Call
 from fxshard.ir.domain import Domain
-from fxshard.ir.layout import ParamLayout, layouts
+from fxshard.ir.layout import Grid, ParamLayout, layouts
 from fxshard.ir.needs import Needs
 from fxshard.ir.schedule import Schedule
 from fxshard.ir.tensor_parallel import Placed
@@ -95,6 +95,8 @@ class Fact(enum.Enum):
 @dataclasses.dataclass(frozen=True)
 class ParamBucket:
     """What one all-gather, and one reduction, moves: by default the parameters of one unit.
+
+    They are on one mesh.
 
     Attributes:
         fqns: its parameters.
@@ -178,6 +180,7 @@ class Program:
         units: unit 0 is the root.
         world_size: number of ranks that parameters are sharded over.
         replicas: number of such groups of ranks, which hold the same shards.
+        meshes: the ranks of those parameters that have a mesh of their own.
         sync: False under ``no_sync``: gradients are accumulated, not reduced.
         accumulated: parameters that have an accumulated gradient when backward begins.
         partial: parameters that have a partial sum of sharded gradients then.
@@ -216,6 +219,7 @@ class Program:
     fake_mode: FakeTensorMode
     device: torch.device = torch.device("cpu")  # noqa: RUF009, is immutable
     replicas: int = 1
+    meshes: tuple[Grid, ...] = ()
     sync: bool = True
     accumulated: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
@@ -280,21 +284,36 @@ class Program:
         return parallel.group if mine else None
 
     def reduces(self, fqn: str) -> Reductions:
-        """Which reductions the gradient of a parameter goes through (see `Unit.reduce`)."""
-        return self.units[self.params[fqn].unit].reduce if self.sync else "none"
+        """Which reductions the gradient of a parameter goes through (see `Unit.reduce`).
+
+        Without replicas, that is all where it would be the reduce-scatter alone.
+        """
+        how = self.units[self.params[fqn].unit].reduce if self.sync else "none"
+        return "all" if how == "shards" and self.grid(fqn).replicas == 1 else how
 
     @property
     def layouts(self) -> dict[str, ParamLayout]:
         """Where each parameter is, the ignored ones too, by FQN."""
         if self._layouts is None or self._layouts[0] is not self.units:
-            self._layouts = self.units, layouts(self.units, self.world_size, self.replicas)
+            found = layouts(self.units, self.world_size, self.replicas, self.meshes)
+            self._layouts = self.units, found
         return self._layouts[1]
 
     @property
+    def grids(self) -> dict[str, Grid]:
+        """The ranks of each mesh, by its name; "" is that of the model."""
+        own = Grid(self.world_size, self.replicas)
+        return {grid.name: grid for grid in (own, *self.meshes)}
+
+    def grid(self, fqn: str) -> Grid:
+        """The ranks of the mesh that a parameter is on."""
+        return self.grids[self.params[fqn].mesh]
+
+    @property
     def moving(self) -> tuple[ParamBucket, ...]:
-        """`buckets`, or one per unit where no pass has made any."""
-        units = (ParamBucket(tuple(p.fqn for p in unit.params)) for unit in self.units)
-        return self.buckets or tuple(bucket for bucket in units if bucket.fqns)
+        """`buckets`, or one per unit and mesh where no pass has made any."""
+        together = (fqns for unit in self.units for fqns in unit.by_mesh)
+        return self.buckets or tuple(map(ParamBucket, together))
 
     @property
     def ignored(self) -> dict[str, Param]:

@@ -62,7 +62,8 @@ VERSION = 1
 
 # Fields of Program that the first line has; the others have lines of their own.
 _FLAGS = (
-    *("replicas", "sync", "accumulated", "partial", "kept", "comm_hook", "offloaded", "gradients"),
+    *("replicas", "meshes", "sync", "accumulated", "partial", "kept", "comm_hook", "offloaded"),
+    "gradients",
     *("given", "forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward"),
     *("compiled", "checkpoints", "closed", "reached", "needs", "common"),
 )
@@ -620,6 +621,10 @@ class _Parser:
         output.meta.update(self._output[0])
         for node, users in self._users.items():
             self._order_users(node, users)
+        meshes = {"", *(grid.name for grid in self._flags.get("meshes", ()))}
+        for param in (param for unit in self._units for param in unit.params):
+            if param.mesh not in meshes:
+                raise Unreadable(f"parameter {param.fqn!r} is on a mesh {param.mesh!r} of no line")
         program = Program(
             graph=self._graph,
             results=self._results,

@@ -38,12 +38,23 @@ def keeps(program: Program, launch: fx.Node) -> bool:
     tag = tags.get(launch)
     unit = program.units[tag.unit or 0]
     last = unit.reshard is False or tag.phase == "backward"
-    return unit.stays and last and program.world_size > 1
+    if not (unit.stays and last):
+        return False
+    names = {tags.get(item).fqn or "" for item in unsharded(launch)}
+    return any(program.grid(fqn).shards > 1 for fqn in names & program.params.keys())
 
 
 def is_reduction(candidate: fx.Node) -> bool:
     """True if `candidate` is a launch that takes gradients: a reduction, or a copy to the CPU."""
     return ops.of(candidate).role == "reduce"
+
+
+def is_first_reduction(program: Program, candidate: fx.Node) -> bool:
+    """True if gradients go through `candidate` before any other reduction."""
+    if candidate.target is not ops.all_reduce:
+        return candidate.target in (ops.reduce_scatter, ops.comm_hook)
+    _, _, mesh = (ops.group(candidate) or "").partition("@")
+    return mesh not in program.grids or program.grids[mesh].shards == 1
 
 
 def is_in_place(candidate: fx.Node) -> bool:
@@ -171,7 +182,11 @@ def insert_operator(
 
 
 def insert_traced(
-    program: Program, graph: fx.Graph, given: Sequence[fx.Node], tag: tags.Meta
+    program: Program,
+    graph: fx.Graph,
+    given: Sequence[fx.Node],
+    tag: tags.Meta,
+    ranks: tuple[int, str],
 ) -> list[fx.Node]:
     """Append the operators of a traced function of a parameter; returns its results.
 
@@ -180,17 +195,17 @@ def insert_traced(
         graph: from `fxshard.ir.extensions`.
         given: its arguments.
         tag: of the operators, with the FQN of the parameter.
+        ranks: size and name of the group that shares the parameter.
     """
+    size, group = ranks
     made: dict[fx.Node, fx.Node] = {}
     made.update(zip(graph.find_nodes(op="placeholder"), given, strict=True))
     (output,) = graph.find_nodes(op="output")
     for each in graph.nodes:
-        if each.target is extensions.WAIT or (
-            each.target is extensions.ALL_REDUCE and program.world_size == 1
-        ):
+        if each.target is extensions.WAIT or (each.target is extensions.ALL_REDUCE and size == 1):
             made[each] = made[tags.source(each)]
         elif each.target is extensions.ALL_REDUCE:
-            args = ([made[tags.source(each)]], program.world_size, "shard", each.args[1])
+            args = ([made[tags.source(each)]], size, group, each.args[1])
             own = tags.changed(tag, role="unshard")
             name = f"reduce_now_{tag.pair}"
             (made[each],) = insert_operator(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import glob
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,12 @@ from torch.distributed.tensor import DTensor, Shard
 from fxshard._torch import fake_tensors
 from fxshard._torch import modules as torch_modules
 from fxshard._torch.dtensors import local_part, plain
-from fxshard.config import ONE_STRATEGY, Config, Precision
+from fxshard.config import KEEPING, Config, Precision
 from fxshard.errors import CaptureError, ConfigError, UnitError
+from fxshard.ir import meshes
 from fxshard.ir.extensions import Extension, extension_of, has_extension
-from fxshard.ir.placements import check_names, shard_dims
+from fxshard.ir.layout import Grid
+from fxshard.ir.placements import check_names, said, shard_dims
 from fxshard.ir.tensor_parallel import Placed
 from fxshard.ir.tensor_parallel import placed as placed_elsewhere
 
@@ -41,6 +44,7 @@ class Param:
         shard_dim: the dimension that it is cut along.
         extension: of a tensor subclass, what it sends in place of its shard.
         placed: of a DTensor of tensor parallelism, where it is besides.
+        mesh: name of the mesh whose ranks share it; "" for that of the model.
     """
 
     fqn: str
@@ -54,6 +58,7 @@ class Param:
     shard_dim: int = 0
     extension: Extension | None = None
     placed: Placed | None = None
+    mesh: str = ""
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:
@@ -115,6 +120,14 @@ class Unit:
     def fqns(self) -> tuple[str, ...]:
         """The FQNs of its modules."""
         return (self.fqn, *self.others)
+
+    @property
+    def by_mesh(self) -> list[tuple[str, ...]]:
+        """The FQNs of its parameters, those on one mesh together."""
+        found: dict[str, list[str]] = {}
+        for param in self.params:
+            found.setdefault(param.mesh, []).append(param.fqn)
+        return list(map(tuple, found.values()))
 
     @property
     def ahead(self) -> dict[str, tuple[str, ...]]:
@@ -240,15 +253,23 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
             back = around.param_dtype
             special[name] = Precision(torch.float32, torch.float32, output_dtype=back)
     units = find_units(model, config.units, ignored=tuple(config.ignored or ()), also=special)
+    strategies = strategy_by_unit(model, config, units)
     reshard = reshard_by_unit(model, config, units)
     named = dict(model.named_parameters(remove_duplicate=False))
     check_names(config.shard_placement_fn, named)
     chosen = {p.aliases: named[p.fqn] for unit in units for p in unit.params}
     dims = shard_dims(config.shard_placement_fn, chosen)
+    own = meshes.of_params(config, chosen)
+    usual = {u.fqn: meshes.of_strategy(config, strategies[u.fqn]) for u in units}
     placed_units = (
         dataclasses.replace(
             unit,
-            params=tuple(dataclasses.replace(p, shard_dim=dims.get(p.fqn, 0)) for p in unit.params),
+            params=tuple(
+                dataclasses.replace(
+                    p, shard_dim=dims.get(p.fqn, 0), mesh=own.get(p.fqn, usual[unit.fqn])
+                )
+                for p in unit.params
+            ),
             reshard=reshard[unit.fqn],
         )
         for unit in units
@@ -260,16 +281,34 @@ def placed(model: nn.Module, config: Config) -> Config:
     """`config` with what ``shard_placement_fn`` says of `model` in place of the function.
 
     A function may tell parameters apart by their identity, which copies of them do not have, or
-    may be none that can be sent to another process.
+    may be none that can be sent to another process. The strategies that a policy in ``units`` gives
+    units, as FSDP1's `CustomPolicy` does, become those of ``strategy``.
 
     Raises:
         UnitError, ConfigError: see `configured_units`.
     """
+    config = _with_strategies_of_policy(model, config)
     if config.shard_placement_fn is None or isinstance(config.shard_placement_fn, Mapping):
         return config
     params = [param for unit in configured_units(model, config) for param in unit.params]
-    found = {param.fqn: Shard(param.shard_dim) for param in params if param.shard_dim}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    every = said(config.shard_placement_fn, {p.aliases: named[p.fqn] for p in params})
+    found = {fqn: each for fqn, each in every.items() if each != Shard(0)}
     return dataclasses.replace(config, shard_placement_fn=found)
+
+
+def _with_strategies_of_policy(model: nn.Module, config: Config) -> Config:
+    if not torch_modules.is_wrap_policy(config.units):
+        return config
+    wrapped = torch_modules.run_wrap_policy(config.units, model)
+    found = {glob.escape(n): dict(wrapped[m]) for n, m in model.named_modules() if m in wrapped}
+    given = {name: each.pop("sharding_strategy", None) for name, each in found.items()}
+    if not any(given.values()):
+        return config
+    _refuse_options(found)
+    own = {name: strategy for name, strategy in given.items() if strategy is not None}
+    units = [name for name in found if name]
+    return config.changed({"units": units, "strategy": {**config.strategies, **own}})
 
 
 def _one_policy(unit: Unit, special: Mapping[str, Precision], default: Precision) -> Precision:
@@ -323,14 +362,22 @@ def buffer_dtypes(
     return found
 
 
-def check_reshard(units: tuple[Unit, ...], world: int) -> None:
-    """Raise ConfigError if `world` ranks cannot be cut into the groups that a unit asks for."""
+def check_reshard(units: tuple[Unit, ...], world: int, meshes: Iterable[Grid] = ()) -> None:
+    """Raise ConfigError if the ranks cannot be cut into the groups that a unit asks for.
+
+    Args:
+        world: number of ranks that share a parameter.
+        meshes: the ranks of parameters that have a mesh of their own.
+    """
+    ranks = {"": world} | {grid.name: grid.shards for grid in meshes}
     for unit in units:
-        if not isinstance(unit.reshard, bool) and world % unit.reshard:
-            raise ConfigError(
-                f"reshard_after_forward={unit.reshard} of unit {unit.name!r}: {world} ranks cannot "
-                f"be cut into groups of {unit.reshard}. Take a divisor of {world}."
-            )
+        for mesh in {param.mesh for param in unit.params} or {""}:
+            shards, copied = ranks[mesh], mesh and ranks[mesh] == 1
+            if not isinstance(unit.reshard, bool) and not copied and shards % unit.reshard:
+                raise ConfigError(
+                    f"reshard_after_forward={unit.reshard} of unit {unit.name!r}: {shards} ranks "
+                    f"cannot be cut into groups of {unit.reshard}. Take a divisor of {shards}."
+                )
 
 
 def checkpointed_modules(
@@ -370,22 +417,53 @@ def reshard_by_unit(
     model: nn.Module, config: Config, units: tuple[Unit, ...]
 ) -> dict[str, bool | int]:
     """`Unit.reshard` of each unit by FQN, as the options say."""
-    default: bool | int = not config.keeps_unsharded
+    strategies = strategy_by_unit(model, config, units).items()
+    found: dict[str, bool | int] = {fqn: each not in KEEPING for fqn, each in strategies}
     value = config.reshard_after_forward
     if value is None:
-        return {unit.fqn: default for unit in units}
+        return found
     if not isinstance(value, Mapping):
-        return {unit.fqn: value for unit in units}
-    found = {unit.fqn: default for unit in units}
+        return dict.fromkeys(found, value)
     index = index_of(units)
     for key, wanted in value.items():
-        for fqn in [""] if key == "" else sorted(_matches(model, key)):
-            if fqn not in index:
-                raise ConfigError(
-                    f"reshard_after_forward names {fqn!r}, which is no unit. Units are: "
-                    f"{', '.join(unit.name for unit in units[:8])}."
-                )
+        for fqn in _units_named("reshard_after_forward", model, units, index, key):
             found[units[index[fqn]].fqn] = wanted
+    return found
+
+
+def strategy_by_unit(model: nn.Module, config: Config, units: tuple[Unit, ...]) -> dict[str, str]:
+    """The strategy of each unit by FQN, as the options say."""
+    given = config.strategies
+    found: dict[str, str] = {unit.fqn: given[""] for unit in units}
+    index, named = index_of(units), dict[str, tuple[str, str]]()
+    for key, wanted in given.items():
+        for fqn in _units_named("strategy", model, units, index, key) if key != "" else ():
+            unit = units[index[fqn]]
+            first, before = named.setdefault(unit.fqn, (fqn, wanted))
+            if before != wanted and first != fqn:
+                raise ConfigError(
+                    f"strategy: {first!r} and {fqn!r} are one unit, gathered and reduced together, "
+                    f"and have different strategies. Give both the same, or two units."
+                )
+            found[unit.fqn] = wanted
+    return found
+
+
+def _units_named(
+    option: str, model: nn.Module, units: Sequence[Unit], index: Container[str], key: Any
+) -> list[str]:
+    """FQNs of modules that a key of an option names.
+
+    Raises:
+        ConfigError: one is no unit.
+    """
+    found = [""] if key == "" else sorted(_matches(model, key))
+    for fqn in found:
+        if fqn not in index:
+            raise ConfigError(
+                f"{option} names {fqn!r}, which is no unit. Units are: "
+                f"{', '.join(unit.name for unit in units[:8])}."
+            )
     return found
 
 
@@ -729,9 +807,8 @@ def _refuse_options(found: Mapping[str, Mapping[str, Any]]) -> None:
         if options:
             raise UnitError(
                 f"the policy in units gives {name!r} options of its own, {options!r}. Units "
-                f"of one model differ by reshard_after_forward= and mixed_precision=, dicts by "
-                f"class or FQN glob: let the policy return True, and say it there."
-                f"{' ' + ONE_STRATEGY if 'sharding_strategy' in options else ''}"
+                f"of one model differ by strategy=, reshard_after_forward= and mixed_precision=, "
+                f"dicts by class or FQN glob: let the policy return True, and say it there."
             )
 
 

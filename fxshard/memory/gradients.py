@@ -25,10 +25,9 @@ def gradient_categories(
     """
     found = _computed_to_be_sent(program)
     params, ignored = program.params, program.ignored
-    first = ops.reduce_scatter if program.world_size > 1 else ops.all_reduce
     todo: list[fx.Node] = []
     for launch in program.graph.nodes:
-        if launch.target in (first, ops.comm_hook):
+        if transfers.is_first_reduction(program, launch):
             todo += tags.operands(launch)
     while todo:
         sent = todo.pop()

@@ -179,6 +179,7 @@ def trace_step(
             for fqn, param in program.params.items()
             if param.extension is not None or param.placed is not None
         )
+        exchange.several = bool(program.meshes)
         found = record_steps(
             program, prepared, step, graded, device, mode, exchange=exchange, for_cuda=for_cuda
         )
@@ -191,7 +192,8 @@ def trace_step(
             f"ranks send each other on the GPU, and offloaded shards are on the CPU. Leave offload "
             f"out, or choose an optimizer that steps each element on its own."
         )
-    if not mixing or (program.world_size == 1 and mixing not in _NOWHERE):
+    alone = all(program.grid(fqn).shards == 1 for fqn in program.params)
+    if not mixing or (alone and mixing not in _NOWHERE):
         return recorded
     raise ConfigError(
         f"optimizer {recorded.name}: its step calls {mixing} on sharded parameters. There "
@@ -370,6 +372,7 @@ class RecordedExchange:
         numbers: of the recorder, by storage.
         mixing: does not look at what owners compute.
         extended: FQNs of parameters of tensor subclasses, and of DTensors.
+        several: parameters are on several meshes.
     """
 
     def __init__(self, size: int, device: torch.device, rank: int = 0) -> None:
@@ -378,14 +381,17 @@ class RecordedExchange:
         self.numbers: dict[int, int] = {}
         self.mixing = _Mixing()
         self.extended = frozenset[str]()
+        self.several = False
 
     @contextlib.contextmanager
     def stepping(self, matrices: Sequence[Matrix], schedule: Rounds) -> Iterator[None]:
         """See `fxshard.codegen.full_matrices.Exchange`.
 
         Raises:
-            ConfigError: a matrix is of a tensor subclass.
+            ConfigError: a matrix is of a tensor subclass, or parameters are on several meshes.
         """
+        if self.several:
+            raise ConfigError(several_meshes(matrices[0].fqn))
         for matrix in matrices:
             if matrix.fqn in self.extended:
                 raise ConfigError(
@@ -406,6 +412,16 @@ class RecordedExchange:
         self.sent.exchanges.append(max(into.nbytes, sent.nbytes))
         for buffer, name in ((sent, "rows for the owners"), (into, "matrices of this owner")):
             self.sent.names.setdefault(self.numbers[id(buffer.untyped_storage())], name)
+
+
+def several_meshes(fqn: str) -> str:
+    """What to say of an update of full matrices where parameters are on several meshes."""
+    return (
+        f"parameter {fqn!r} has an update that needs all of its rows (Muon), and parameters of the "
+        f"model are on several meshes: matrices are sent to owners among the ranks of one. Give "
+        f"all units one mesh and strategy, or choose an optimizer that steps each element on its "
+        f"own."
+    )
 
 
 def _step(optimizer: torch.optim.Optimizer, mixing: _Mixing) -> None:

@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -30,10 +30,11 @@ from fxshard.cost import operators
 from fxshard.cost.activations import from_parameter
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import FxshardError
-from fxshard.ir import tags
+from fxshard.ir import meshes, tags
 from fxshard.ir.domain import OPEN, size_at
 from fxshard.ir.layout import layouts
 from fxshard.ir.program import Program, nbytes
+from fxshard.ir.units import Unit
 from fxshard.pipeline import STEM, Pass
 from fxshard.planner.batches import Batches
 from fxshard.planner.result import Trial
@@ -199,7 +200,7 @@ class Resident:
     def __init__(self, plan: Plan) -> None:
         """Args: `plan`: of the model, with any sharding; its optimizer is recorded."""
         program, step = plan.program, plan.step_after_backward()
-        self._units = program.units
+        self._units = _on_one_mesh(program.units)
         self._trained = {result.name for result in program.results if result.kind == "grad"}
         self._trained |= program.accumulated
         state = step.between_steps().bytes if step else {}
@@ -224,8 +225,7 @@ class Resident:
             saved += reread
         if config.offload is not None:
             return saved
-        _, world = grid(world_size, config)
-        held, states, grads = self._sums(world)
+        held, states, grads = self._sums(_most_shards(config, world_size))
         narrow = any(Precision.of(p).keep_low_precision_grads for p in config.precisions.values())
         grads = 0 if config.optimizer_in_backward or narrow else grads
         return held + states + max(saved, grads)
@@ -236,7 +236,7 @@ class Resident:
         """What an optimizer's step takes at least (see `fxshard.cost.timeline`)."""
         if config.offload is not None or config.optimizer is None:
             return 0.0
-        _, states, grads = self._sums(grid(world_size, config)[1])
+        _, states, grads = self._sums(_most_shards(config, world_size))
         return (3 * grads + 2 * states) / hardware.memory_bandwidth
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - lives as long as a search
@@ -247,6 +247,20 @@ class Resident:
             states += math.prod(layout.local_shape()) * self._state.get(fqn, 0)
             grads += layout.local_bytes if fqn in self._trained else 0
         return held, states, grads
+
+
+def _most_shards(config: Config, world_size: int | tuple[int, int]) -> int:
+    """Over how many ranks a parameter is sharded at most, on whichever mesh it is."""
+    replicas, shards = grid(world_size, config)
+    several = isinstance(config.strategy, Mapping) or meshes.named(config)
+    return replicas * shards if several else shards
+
+
+def _on_one_mesh(units: Iterable[Unit]) -> tuple[Unit, ...]:
+    return tuple(
+        dataclasses.replace(u, params=tuple(dataclasses.replace(p, mesh="") for p in u.params))
+        for u in units
+    )
 
 
 class Bounds:

@@ -39,10 +39,10 @@ def candidates(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
     if config.strategy == "no_shard":
         found.append(("shard parameters (full_shard)", {"strategy": "full_shard"}))
     elif any(unit.reshard is not True for unit in plan.units):
-        strategy = (
-            str(config.strategy).replace("shard_grad_op", "full_shard").removesuffix("_zero2")
-        )
-        changes = {"strategy": strategy, "reshard_after_forward": True}
+        changes: dict[str, Any] = {"reshard_after_forward": True}
+        if not isinstance(config.strategy, Mapping):
+            strategy = str(config.strategy).replace("shard_grad_op", "full_shard")
+            changes = {"strategy": strategy.removesuffix("_zero2"), **changes}
         found.append(("reshard after forward", changes))
     if len(plan.units) > 1 and config.checkpoint != "full":
         found.append(("checkpoint each unit", {"checkpoint": "full"}))

@@ -22,7 +22,7 @@ from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.cost.timeline import Estimate
 from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.host import collector, progress
-from fxshard.ir import domain, dump, tags, transfers
+from fxshard.ir import domain, dump, meshes, tags, transfers
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit, configured_units
 from fxshard.memory import liveness, schedule, symbolic
@@ -64,6 +64,8 @@ def make_plan(
         stems: see `make_program`.
     """
     replicas, shards = grid(workload.world_size, workload.config)
+    units = configured_units(workload.module, workload.config)
+    others = meshes.grids(workload.config, meshes.of_units(units), replicas, shards)
     captures = {} if captures is None else captures
     made: dict[tuple[bool, frozenset[str]], Program] = {}
     programs: list[Program] = []
@@ -74,9 +76,10 @@ def make_plan(
             made[sync, accumulated] = make_program(
                 workload.module,
                 *workload.call,
-                units=configured_units(workload.module, workload.config),
+                units=units,
                 world=shards,
                 replicas=replicas,
+                meshes=others,
                 config=workload.config,
                 sync=sync,
                 accumulated=sorted(accumulated),
@@ -257,6 +260,11 @@ class Plan:
                 f"no size {name!r}: this plan has {', '.join(map(repr, (*named, 'world')))}."
             )
         changes: dict[str, Any] = {}
+        if world is not None and (own := meshes.named(self.config)):
+            raise ConfigError(
+                f"world={world}: some parameters have meshes of their own ({', '.join(own)}), "
+                f"whose ranks are those of this world. Plan with meshes of the other one."
+            )
         if world is not None and self.config.hybrid:
             changes["world_size"] = grid(self.workload.world_size, self.config)[0], world
         elif world is not None:
@@ -312,6 +320,13 @@ class Plan:
     def _formulas(self) -> StepFormulas:
         """The live ranges of the step for all sizes that the capture leaves open."""
         self._require_known_sizes()
+        if self.program.meshes:
+            names = ", ".join(grid.name for grid in self.program.meshes)
+            raise ConfigError(
+                f"there are no formulas of a model whose parameters are on several meshes (besides "
+                f"its own: {names}): they are of one number of ranks. Plan each size, "
+                f"with plan.at(...)."
+            )
         if self.config.backend == "inductor":
             raise ConfigError(
                 "formulas with backend='inductor': what compiled regions allocate is read from the "

@@ -34,24 +34,28 @@ Division = tuple[float | None, str, float | None]  # see `InsertReduce.division`
 # -- rows between ranks ----------------------------------------------------------------------------
 
 
-def gathered(shards: Sequence[Tensor], world: C10dWorld, pack_bytes: int = 0) -> list[Tensor]:
+def gathered(
+    shards: Sequence[Tensor], world: C10dWorld, pack_bytes: int = 0, mesh: str = ""
+) -> list[Tensor]:
     """The shards of all ranks, each ``[size * chunk, ...]``; `shards` if each rank has all.
 
     Args:
         shards: of one dtype.
         world: the ranks.
+        mesh: the name of the mesh that the parameters are on.
         pack_bytes: what is smaller, all ranks' rows together, is sent in one buffer.
     """
     world.require_joined()
-    if world.size == 1:
+    grid = world.grids[mesh]
+    if grid.shards == 1:
         return list(shards)
-    small = [i for i, shard in enumerate(shards) if 0 < shard.nbytes * world.size < pack_bytes]
+    small = [i for i, shard in enumerate(shards) if 0 < shard.nbytes * grid.shards < pack_bytes]
     small = small if len(small) > 1 else []
     alone = [i for i in range(len(shards)) if i not in small]
     with _launched(world, "unshard"):
         sent = [shards[i].contiguous() for i in alone]
         sent += world.pack([shards[i] for i in small], shards[0].dtype, _PAIR) if small else []
-        rows = world.all_gather(sent, _PAIR)
+        rows = world.all_gather(sent, _PAIR, grid.group("shard"))
         world.wait(rows, _PAIR)
     found = dict(zip(alone, rows, strict=False))
     if small:
@@ -64,19 +68,20 @@ def gathered(shards: Sequence[Tensor], world: C10dWorld, pack_bytes: int = 0) ->
 def all_rows(tensor: DTensor, world: C10dWorld) -> Tensor:
     """All rows of a DTensor, on every rank; of any placement."""
     dim = next((p.dim for p in tensor.placements if isinstance(p, Shard)), 0)
-    if tensor.device_mesh != world.mesh or list(tensor.placements) != world.placements(dim):
+    on = next((each for each in world.meshes.values() if each.mesh == tensor.device_mesh), None)
+    if on is None or list(tensor.placements) != on.placements(dim):
         world.require_joined()
         return tensor.full_tensor()
     local = local_part(tensor).detach().to(torch.device(world.mesh.device_type))
-    if world.size == 1:
-        return gathered([local], world)[0]
+    if on.grid.shards == 1:
+        return gathered([local], world, mesh=on.grid.name)[0]
     cut = layout.ParamLayout(
-        *(tuple(tensor.shape), tensor.dtype, 0, (world.replicas, world.size)),
+        *(tuple(tensor.shape), tensor.dtype, 0, (on.grid.replicas, on.grid.shards)),
         placements=tuple(layout.placements(dim).values()),
     )
     if local.shape != cut.shard_shape:
         local = layout.chunk_of(local, dim, cut.shard_shape[dim], 0)
-    return layout.joined(gathered([local], world)[0], cut)
+    return layout.joined(gathered([local], world, mesh=on.grid.name)[0], cut)
 
 
 def reduced(
@@ -86,6 +91,7 @@ def reduced(
     partial: Sequence[Sequence[Tensor]] = (),
     *,
     fully: bool = True,
+    mesh: str = "",
 ) -> list[Tensor]:
     """Gradients ``[size * chunk, ...]`` of each rank -> this rank's rows of each ``[chunk, ...]``.
 
@@ -97,13 +103,14 @@ def reduced(
         division: the divisor before the reduction, its operation, and the divisor after it.
         partial: of each gradient, what is added to it after the reduce-scatter.
         fully: False: the results are such partial sums.
+        mesh: the name of the mesh that the parameters are on.
     """
     before, op, after = division
     found = [grad if before is None else grad.div_(before) for grad in grads]
     if isinstance(world, InProcessWorld):
         found = [grad.mul_(world.ranks if op == "sum" else 1) for grad in found]
     else:
-        found = _over_ranks(found, world, op, partial, fully)
+        found = _over_ranks(found, world, op, partial, fully, mesh)
     return [grad if after is None or not fully else grad.div_(after) for grad in found]
 
 
@@ -113,18 +120,20 @@ def _over_ranks(
     op: str,
     partial: Sequence[Sequence[Tensor]],
     fully: bool,
+    mesh: str,
 ) -> list[Tensor]:
     world.require_joined()
-    if world.size > 1:
+    grid = world.grids[mesh]
+    if grid.shards > 1:
         with _launched(world, "reduce"):
-            grads = world.reduce_scatter(grads, _PAIR, op=op)
+            grads = world.reduce_scatter(grads, _PAIR, grid.group("shard"), op)
             world.wait(grads, _PAIR)
     for grad, sums in zip(grads, partial, strict=False):
         for total in sums:
             grad.add_(total)
-    if world.replicas > 1 and fully:
+    if grid.replicas > 1 and fully:
         with _launched(world, "all-reduce"):
-            grads = world.all_reduce(grads, _PAIR, op=op)
+            grads = world.all_reduce(grads, _PAIR, grid.group("replicate"), op)
             world.wait(grads, _PAIR)
     return grads
 

@@ -89,6 +89,7 @@ class FsdpMethods(UnitMethods):
         config = runtime.config
         for name, clashes in {
             f"strategy={config.strategy!r}": config.hybrid,
+            "parameters on several meshes": len(runtime.world.meshes) > 1,
             f"reduce_op={config.reduce_op!r}": config.reduce_op != "avg",
             "gradient_divide_factor": config.gradient_divide_factor is not None,
             "gradient_predivide_factor": config.gradient_predivide_factor is not None,
@@ -115,7 +116,8 @@ class FsdpMethods(UnitMethods):
             (`Config.ignored`) count with the gradient that this rank has.
 
         Raises:
-            StepError: the option ``optimizer_in_backward`` is given.
+            StepError: the option ``optimizer_in_backward`` is given, or a parameter is on a mesh
+                that does not have all ranks.
             RankMismatchError: some ranks do not call it, or have other gradients.
         """
         if self._fxshard.config.optimizer_in_backward:
@@ -124,6 +126,7 @@ class FsdpMethods(UnitMethods):
                 "all gradients are there, and the norm of all is never known. Leave "
                 "optimizer_in_backward out, and step after backward."
             )
+        self._fxshard.require_one_of_each("clip_grad_norm_")
         slots = self._fxshard.slots.items()
         there = [f"a gradient of {fqn}" for fqn, slot in slots if slot.tensor.grad is not None]
         self._fxshard.world.together("clip_grad_norm_", there)
@@ -226,8 +229,12 @@ class FsdpMethods(UnitMethods):
         Returns:
             FQN -> unsharded tensor, of the shapes and dtypes of the user's model: buffers that a
             ``buffer_dtype`` has cast are cast back.
+
+        Raises:
+            StepError: a parameter is on a mesh that does not have all ranks.
         """
         self._fxshard.require_filled(memory=True)
+        self._fxshard.require_one_of_each("full_state_dict")
         self._fxshard.world.together("full_state_dict")
         found = dict(get_model_state_dict(self))
         wanted = self._fxshard.stored_dtypes.items()
@@ -254,17 +261,18 @@ class FsdpMethods(UnitMethods):
             ConfigError: nothing is reduce-scattered: no process group, or one rank per shard.
         """
         world, strategy = self._fxshard.world, self._fxshard.config.strategy
-        if not isinstance(world, C10dWorld) or world.size == 1:
+        alone = all(grid.shards == 1 for grid in world.grids.values())
+        if not isinstance(world, C10dWorld) or alone:
             raise ConfigError(
                 f"set_separate_reduce_scatter_group: strategy {strategy!r} on "
                 f"{world.size} rank(s) per shard group, or without a process group, has no "
                 f"reduce-scatter. Leave the call out."
             )
         self._fxshard.world.together("set_separate_reduce_scatter_group")
-        if enable and world.reductions is None:
+        if enable and not world.reductions:
             world.separate_reductions()
         elif not enable:
-            world.reductions = None
+            world.reductions.clear()
 
     def optim_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of `optimizer` by parameter name; sharded tensors are DTensors.

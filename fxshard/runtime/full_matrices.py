@@ -25,6 +25,7 @@ from fxshard._torch.dtensors import dtensor_like, local_part, sharded_like
 from fxshard.codegen import full_matrices, muon
 from fxshard.codegen.full_matrices import Exchange, Matrix, Place, Rounds, Update
 from fxshard.errors import StepError
+from fxshard.memory.optimizer import several_meshes
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.store import ParameterStore
 from fxshard.runtime.world.c10d import C10dWorld
@@ -66,7 +67,8 @@ def full_matrix_updates(
 
     Raises:
         StepError: a tensor is not sharded as its parameter, or has no rows to send; an update has
-            another shape; a parameter is of a tensor subclass, or offloaded to another device.
+            another shape; a parameter is of a tensor subclass, or offloaded to another device; or
+            parameters are on several meshes.
         RankMismatchError: not all ranks update these matrices.
     """
     found = dict[int, Tensor]()
@@ -172,6 +174,8 @@ def _place(param: Tensor) -> Place | None:
             f"on {store.device}: updates of full matrices (Muon) are not made of offloaded shards. "
             f"Leave offload out."
         )
+    if len(store.world.grids) > 1:
+        raise StepError(several_meshes(fqn))
     return Place(fqn, slot.layout, _exchange(store))
 
 

@@ -34,7 +34,7 @@ from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import differing, state, transformed
 from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
-from fxshard.runtime.sharding import Sharding
+from fxshard.runtime.sharding import Sharding, other_meshes
 from fxshard.runtime.step import Call, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
 from fxshard.runtime.variants import (
@@ -105,7 +105,7 @@ class Runtime(Phases):
             fqns: of the parameters.
             grads: per rank of this process and parameter, the reduced gradient of a padded shard.
         """
-        optimizer, world = self.optimizer(), self.world
+        optimizer = self.optimizer()
         assert isinstance(optimizer, OnShards)
         unused = self.reach.unused()
         slots, mine = [], []
@@ -114,7 +114,7 @@ class Runtime(Phases):
                 continue
             self.just_stepped.append(fqn)
             slots.append(slot := self.slots[fqn])
-            mine.append(slot.without_padding(shards[: world.size]))
+            mine.append(slot.without_padding(shards[: len(slot.shards)]))
         optimizer.step_parameters([slot.tensor for slot in slots], mine)
         return optimizer
 
@@ -486,6 +486,7 @@ class Runtime(Phases):
             units=units,
             world=self.world.size,
             replicas=self.world.replicas,
+            meshes=other_meshes(self.world),
             config=self.config,
             sync=self.sync,
             accumulated=self.waiting(),

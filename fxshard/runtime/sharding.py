@@ -17,7 +17,7 @@ from fxshard._torch.dtensors import joined, local_part
 from fxshard.config import Config
 from fxshard.errors import StepError, UnitError
 from fxshard.ir.extensions import Extension
-from fxshard.ir.layout import ParamLayout, chunk_of, flat_numels, without_padding
+from fxshard.ir.layout import Grid, ParamLayout, chunk_of, flat_numels, without_padding
 from fxshard.ir.layout import layouts as layouts_of
 from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
 from fxshard.runtime.initialise import (
@@ -223,17 +223,20 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
         _agree_to_sync(model, refusal, sync)
     if refusal:
         raise refusal
-    device, every = _home(model, world), layouts_of(units, world.size, world.replicas)
+    device, others = _home(model, world), other_meshes(world)
+    every = layouts_of(units, world.size, world.replicas, others)
     layouts = {fqn: every[fqn] for fqn in originals}
     filled = config.param_init_fn is not leave_empty
     made = _flat_shards(layouts, originals, device, world, config.offload_policy, filled=filled)
     params = {id(originals[param.fqn]): param for unit in units for param in unit.params}
     buffers: list[tuple[Tensor, Tensor]] = []
-    locals_ = {fqn: _local(layouts[fqn], shards, world) for fqn, shards in made.items()}
+    on = {param.fqn: param.mesh for param in all_params}
+    locals_ = {f: _local(layouts[f], shards, rank_on(world, on[f])) for f, shards in made.items()}
     for tensor, full in full_tensors(model, device, config.param_init_fn, sync, ignored):
         if id(tensor) in params:
             fqn = params[id(tensor)].fqn
-            _take_rows(layouts[fqn], locals_[fqn], local_part(full).detach(), world)
+            rank = rank_on(world, on[fqn])
+            _take_rows(layouts[fqn], locals_[fqn], local_part(full).detach(), rank)
         elif full is not tensor:
             buffers.append((tensor, full.detach()))
         del full  # before the next one is made
@@ -322,8 +325,8 @@ def _check_extension(
     """Raise UnitError if what a tensor subclass asks for cannot be had as the model is sharded."""
     extension.require_rows(param.shard_dim)
     if isinstance(world, C10dWorld):
-        extension.shared_over(world.mesh)
-    extension.traced(world.size)
+        extension.shared_over(world.meshes[param.mesh].mesh)
+    extension.traced(world.grids[param.mesh].shards)
     if config.optimizer_in_backward:
         raise extension.in_backward
     if tensor.is_meta:
@@ -408,7 +411,7 @@ def _flat_shards(
     *,
     filled: bool,
 ) -> dict[str, list[Tensor]]:
-    """Padded shards, zero: views of one new flat storage per unit, dtype and process.
+    """Padded shards, zero: views of one new flat storage per unit, dtype, mesh and process.
 
     Offloaded ones are on the CPU, in pinned memory if there is an accelerator to copy to. A storage
     of which no parameter has data stays on the meta device, unless all are `filled` now.
@@ -417,14 +420,14 @@ def _flat_shards(
     that the full parameter is a view too.
     """
     found: dict[str, list[Tensor]] = {}
-    count = world.size if isinstance(world, InProcessWorld) else 1
     for storage, numel in flat_numels(layouts.values()).items():
+        _, dtype, (_, shards) = storage
+        count = shards if isinstance(world, InProcessWorld) else 1
         members = {fqn: each for fqn, each in layouts.items() if each.storage == storage}
         real = [originals[fqn].device for fqn in members if not originals[fqn].is_meta]
         home, pin = home_of_shards((real or [device])[0], offload)
         if not real and not filled:
             home, pin = torch.device("meta"), False
-        _, dtype = storage
         flat = torch.zeros(count * numel, dtype=dtype, device=home, pin_memory=pin)
         found |= {fqn: each.shards_in(flat, count) for fqn, each in members.items()}
     return found
@@ -439,11 +442,19 @@ def home_of_shards(
     return torch.device("cpu"), offload.pin_memory and torch.accelerator.is_available()
 
 
-def _take_rows(
-    layout: ParamLayout, local: Tensor, full: Tensor, world: C10dWorld | InProcessWorld
-) -> None:
+def other_meshes(world: C10dWorld | InProcessWorld) -> tuple[Grid, ...]:
+    """The ranks of the meshes besides that of the model."""
+    return tuple(grid for grid in world.grids.values() if grid.name)
+
+
+def rank_on(world: C10dWorld | InProcessWorld, mesh: str) -> int | None:
+    """The number of this rank among those of a mesh that share a parameter; None: it is all."""
+    return world.meshes[mesh].rank if isinstance(world, C10dWorld) else None
+
+
+def _take_rows(layout: ParamLayout, local: Tensor, full: Tensor, rank: int | None) -> None:
     """Copy the rows of `full` that this process holds."""
-    local.copy_(layout.rows_of(full, world.rank) if isinstance(world, C10dWorld) else full)
+    local.copy_(full if rank is None else layout.rows_of(full, rank))
 
 
 def _give_buffer(buffer: Tensor, full: Tensor, owners: list[tuple[nn.Module, str]]) -> None:
@@ -455,12 +466,12 @@ def _give_buffer(buffer: Tensor, full: Tensor, owners: list[tuple[nn.Module, str
         module._buffers[name] = full if buffer.is_meta else full.to(buffer.device)
 
 
-def _local(layout: ParamLayout, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:
+def _local(layout: ParamLayout, shards: list[Tensor], rank: int | None) -> Tensor:
     """The rows of the parameter that the user sees: without padding, contiguous.
 
     In-process, these are all: they follow each other in the memory of the ranks' shards.
     """
-    shape = layout.local_shape(world.rank) if isinstance(world, C10dWorld) else layout.shape
+    shape = layout.shape if rank is None else layout.local_shape(rank)
     return shards[0].as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
@@ -477,7 +488,8 @@ def _exposed(slot: Slot, local: Tensor, world: C10dWorld | InProcessWorld) -> nn
 
 def as_dtensor(param: Param, local: Tensor, world: C10dWorld) -> DTensor:
     """This rank's rows as a DTensor of the parameter's global shape."""
-    mesh, places, placed = world.mesh, world.placements(param.shard_dim), param.placed
+    members, placed = world.meshes[param.mesh], param.placed
+    mesh, places = members.mesh, members.placements(param.shard_dim)
     if placed is None:
         shape, stride = param.shape, torch.empty(param.shape, device="meta").stride()
     else:

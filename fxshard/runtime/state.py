@@ -430,11 +430,11 @@ def lay_out(slots: Sequence[Slot]) -> None:
 
     The padded shards of a unit are views of one storage per dtype.
     """
-    groups: dict[tuple[int, torch.dtype, torch.device], list[Slot]] = {}
+    groups: dict[tuple[int, torch.dtype, torch.device, str], list[Slot]] = {}
     for slot in slots:
-        now = local_part(slot.tensor)
-        groups.setdefault((slot.param.unit, now.dtype, now.device), []).append(slot)
-    for (_, dtype, device), members in groups.items():
+        param, now = slot.param, local_part(slot.tensor)
+        groups.setdefault((param.unit, now.dtype, now.device, param.mesh), []).append(slot)
+    for (_, dtype, device, _), members in groups.items():
         placed = in_flat_storage(dataclasses.replace(s.layout, dtype=dtype) for s in members)
         ranks, (numel,) = len(members[0].shards), flat_numels(placed).values()
         flat = torch.zeros(ranks * numel, dtype=dtype, device=device)

@@ -599,8 +599,8 @@ def _gradients(
         elif fqn in call.runtime.ignored:
             out.append(shards[0])
         else:
-            slot, world = call.runtime.slots[fqn], call.runtime.world
-            out.append(as_gradient(slot, shards[: world.size], world))
+            slot = call.runtime.slots[fqn]
+            out.append(as_gradient(slot, shards[: len(slot.shards)], call.runtime.world))
     for k in range(inputs):
         name = f"input[{program.signature.tensor_inputs[k]}]"
         out.append(None if name in unused else per_rank[0].get(name))

@@ -26,7 +26,7 @@ from fxshard.bytesize import parse_bytes
 from fxshard.capture.modules import join, without_wrappers
 from fxshard.config import Config, Precision
 from fxshard.errors import ConfigError, StepError
-from fxshard.ir import layout
+from fxshard.ir import layout, meshes
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Reductions, Unit, buffer_dtypes, index_of, is_under
 from fxshard.passes.insert_reduce import InsertReduce
@@ -90,7 +90,7 @@ class ParameterStore:
         self.ignored: dict[str, Param] = {p.fqn: p for unit in self.units for p in unit.ignored}
         for param in (param for unit in self.units for param in unit.params):
             if param.extension is not None and isinstance(self.world, C10dWorld):
-                param.extension.shared_over(self.world.mesh)
+                param.extension.shared_over(self.world.meshes[param.mesh].mesh)
         self.accumulated: dict[str, list[Tensor]] = {}
         self.partial: dict[str, list[Tensor]] = {}
         self.kept: dict[str, _Kept] = {}
@@ -169,6 +169,10 @@ class ParameterStore:
         inside = {i for name, i in index.items() if recurse and is_under(name, fqn)}
         return sorted({index[fqn]} | inside)
 
+    def meshes_of(self, chosen: Iterable[int]) -> set[str]:
+        """The names of the meshes that parameters of units are on."""
+        return meshes.of_units(self.units[i] for i in chosen)
+
     def set_units(self, chosen: Sequence[int], **settings: Any) -> None:
         """Change fields of units; the next call runs another program."""
         units = list(self.units)
@@ -184,7 +188,9 @@ class ParameterStore:
         """Which reductions the gradient of a parameter goes through now."""
         if self.config.pipeline_stage:
             return "none"
-        return self.units[slot.param.unit].reduce if self.sync else "none"
+        how = self.units[slot.param.unit].reduce if self.sync else "none"
+        partly = how == "shards" and self.world.grids[slot.param.mesh].replicas > 1
+        return how if partly or how != "shards" else "all"
 
     def waiting(self) -> tuple[str, ...]:
         """FQNs of parameters with an accumulated gradient that a backward adds to or reduces."""
@@ -475,7 +481,7 @@ class ParameterStore:
         shards = [slot.shards[0].to(torch.device(self.device), dtype) for slot in slots]
         pack_bytes = parse_bytes(self.config.pack_bytes)
         found = []
-        sent = eager.gathered(shards, self.world, pack_bytes)
+        sent = eager.gathered(shards, self.world, pack_bytes, slots[0].param.mesh if slots else "")
         for slot, rows in zip(slots, sent, strict=True):
             full = layout.joined(rows, slot.layout)
             full = full.clone() if full.data_ptr() == slot.shards[0].data_ptr() else full
@@ -515,7 +521,8 @@ class ParameterStore:
             sent = [self._sent(slots[i], grads[i], dtype) for i in members]
             division = self._division(slots[members[0]], dtype)
             partial = [self.partial.pop(slots[i].param.fqn, []) for i in members]
-            made = eager.reduced(sent, self.world, division, partial, fully=fully)
+            mesh = slots[0].param.mesh
+            made = eager.reduced(sent, self.world, division, partial, fully=fully, mesh=mesh)
             for i, shard in zip(members, made, strict=True):
                 found[i] = self._kept(slots[i], shard) if fully else shard
         for i, flag in zip(wanted, on_any_rank(), strict=True):
@@ -583,7 +590,7 @@ class ParameterStore:
 
     def _division(self, slot: Slot, dtype: torch.dtype) -> eager.Division:
         factor = self.units[slot.param.unit].divide_factor
-        return self.reduction.division(dtype, self.world.size * self.world.replicas, factor)
+        return self.reduction.division(dtype, self.world.grids[slot.param.mesh].ranks, factor)
 
     @property
     def reduction(self) -> InsertReduce:
@@ -781,7 +788,8 @@ class ParameterStore:
             rows = [held[slot.param.fqn] for slot in part] if held else []
             read = self.read_together(part, dtype, rows)
             unsharded |= {slot.param.fqn: each for slot, each in zip(part, read, strict=True)}
-        if self.units[unit].stays and isinstance(self.world, C10dWorld) and self.world.size > 1:
+        shared = any(self.world.grids[slot.param.mesh].shards > 1 for slot in slots)
+        if self.units[unit].stays and isinstance(self.world, C10dWorld) and shared:
             self._lying[unit] = {
                 slot.param.fqn: _Kept([unsharded[slot.param.fqn].detach()], state_of(slot))
                 for slot in slots
@@ -803,11 +811,12 @@ class ParameterStore:
         return is_unchanged(slot, kept.state) and kept.rows[0].dtype is computes_in
 
     def by_dtype(self, slots: Sequence[Slot]) -> list[tuple[list[Slot], torch.dtype]]:
-        """`slots` by the dtype that they compute in: a launch moves one."""
-        found: dict[torch.dtype, list[Slot]] = {}
+        """`slots` by the dtype that they compute in, and by mesh: a launch moves one."""
+        found: dict[tuple[torch.dtype, str], list[Slot]] = {}
         for slot in slots:
-            found.setdefault(self.as_it_is(slot.param).compute_dtype, []).append(slot)
-        return [(part, dtype) for dtype, part in found.items()]
+            dtype = self.as_it_is(slot.param).compute_dtype
+            found.setdefault((dtype, slot.param.mesh), []).append(slot)
+        return [(part, dtype) for (dtype, _), part in found.items()]
 
     def require_sharded(self, what: str) -> None:
         """Raise StepError inside of `summon_full_params`, where parameters are unsharded."""
@@ -816,6 +825,22 @@ class ParameterStore:
                 f"{what} inside of summon_full_params: parameters are unsharded there, and "
                 f"programs run on shards. Leave the block first."
             )
+
+    def require_one_of_each(self, what: str) -> None:
+        """Raise StepError where some ranks hold other parameters under a name than others do.
+
+        So it is with a mesh that does not have all ranks: those of each such mesh train their own.
+        """
+        ranks = self.world.grids[""].ranks
+        for fqn, slot in self.slots.items():
+            grid = self.world.grids[slot.param.mesh]
+            if grid.ranks < ranks:
+                raise StepError(
+                    f"{what}: parameter {fqn!r} is on mesh {grid.name!r} of {grid.ranks} of the "
+                    f"{ranks} ranks, and the others hold one of their own under this name: there "
+                    f"is no one value of it. Use what knows of such parameters: "
+                    f"torch.nn.utils.get_total_norm and model.state_dict() give each mesh its own."
+                )
 
     # -- other dtypes and devices, copies ----------------------------------------------------------
 

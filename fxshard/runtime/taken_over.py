@@ -30,7 +30,7 @@ class Inner:
         calls: by FQN of the submodule; that of the new one, for each of its modules, too.
         chosen: by FQN of the submodule, the settings that its methods have changed since.
         slots: the parameters that were sharded.
-        mesh: that of all calls, the new one included; None: no call has one yet.
+        mesh: that of the new call; None: it has none, nor have the earlier ones.
     """
 
     calls: dict[str, UnitCall]
@@ -49,7 +49,7 @@ def taken_over(module: nn.Module, call: UnitCall, own: Sequence[str]) -> Inner:
 
     Raises:
         ConfigError: `module` is sharded already; a submodule was not sharded by `fully_shard`, has
-            run, or is on another mesh; or fxshard does not support what `call` asks for.
+            run; or fxshard does not support what `call` asks for.
         UnitError: `module` shares a parameter with a sharded submodule, or a parameter cannot be
             sharded as `shard_placement_fn` says.
     """
@@ -64,10 +64,10 @@ def taken_over(module: nn.Module, call: UnitCall, own: Sequence[str]) -> Inner:
         runtime, path = place
         if runtime not in runtimes:
             _check_fresh(kind, fqn, runtime, module)
-            inner.mesh = _common_mesh(fqn, inner.mesh, runtime)
+            inner.mesh = inner.mesh or _default_mesh(runtime)
             inner.slots += runtime.slots.values()
             runtimes[runtime] = fqn
-        inner.calls[fqn] = runtime.unit_calls[path]
+        inner.calls[fqn] = runtime.unit_calls[path].on(_mesh_of(runtime))
         if path in runtime.chosen:
             inner.chosen[fqn] = runtime.chosen[path]
         if isinstance(each, FxshardModule):
@@ -130,19 +130,12 @@ def _check_fresh(kind: str, fqn: str, runtime: Runtime, module: nn.Module) -> No
         )
 
 
-def _common_mesh(fqn: str, mesh: DeviceMesh | None, runtime: Runtime) -> DeviceMesh:
-    """The mesh of `runtime`.
-
-    Raises:
-        ConfigError: it is not that of the other calls.
-    """
+def _mesh_of(runtime: Runtime) -> DeviceMesh:
     assert isinstance(runtime.world, C10dWorld)
-    own = runtime.world.mesh
-    is_default = own.ndim == 1 and own.size() == dist.get_world_size()
-    if own != mesh if mesh is not None else not is_default:
-        other = mesh if mesh is not None else "None (all ranks)"
-        raise ConfigError(
-            f"fully_shard: {fqn!r} is on {own}, and the module around it was to be on {other}: "
-            f"fxshard shards a model over one mesh. Give all calls the same mesh."
-        )
-    return own
+    return runtime.world.mesh
+
+
+def _default_mesh(runtime: Runtime) -> DeviceMesh | None:
+    """The mesh of `runtime` if that is one of all ranks, as a call without a mesh has it."""
+    mesh = _mesh_of(runtime)
+    return mesh if mesh.ndim == 1 and mesh.size() == dist.get_world_size() else None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from fxshard.capture.modules import join
 from fxshard.config import Options
 from fxshard.errors import ConfigError
-from fxshard.ir.placements import shard_dims
+from fxshard.ir.placements import OnMesh, said
 from fxshard.runtime.initialise import leave_empty
 
 
@@ -39,7 +39,7 @@ class UnitCall:
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     ranks_may_differ: bool = False
     pipeline_stage: bool = False
-    placements: Mapping[str, Shard] = dataclasses.field(default_factory=dict)
+    placements: Mapping[str, Shard | OnMesh] = dataclasses.field(default_factory=dict)
     together: object = dataclasses.field(default_factory=object, compare=False, repr=False)
 
     @classmethod
@@ -67,6 +67,19 @@ class UnitCall:
         ignored = tuple(param for key, param in own.items() if key in chosen)
         return cls(ignored_params=ignored, **others)
 
+    def on(self, mesh: DeviceMesh) -> UnitCall:
+        """The same, on the mesh that it was made on."""
+        return self if self.mesh is not None else dataclasses.replace(self, mesh=mesh)
+
+    def placed_beside(self, root: DeviceMesh | None) -> dict[str, Shard | OnMesh]:
+        """`placements`, each with its mesh if that is not the one of the root."""
+        found: dict[str, Shard | OnMesh] = {}
+        for fqn, each in self.placements.items():
+            mesh = each.mesh if isinstance(each, OnMesh) else self.mesh or root
+            dim = each.placement if isinstance(each, OnMesh) else each
+            found[fqn] = dim if mesh is None or mesh == root else OnMesh(dim, mesh)
+        return found
+
     def with_placements(self, module: nn.Module, without: Collection[int]) -> UnitCall:
         """The same, with what `shard_placement_fn` says of each parameter.
 
@@ -81,8 +94,7 @@ class UnitCall:
         params: dict[tuple[str, ...], nn.Parameter] = {
             (fqn,): param for fqn, param in module.named_parameters() if id(param) not in left_out
         }
-        dims = shard_dims(self.shard_placement_fn, params)
-        return dataclasses.replace(self, placements={fqn: Shard(dim) for fqn, dim in dims.items()})
+        return dataclasses.replace(self, placements=said(self.shard_placement_fn, params))
 
 
 def outermost(modules: Sequence[Any]) -> list[Any]:
@@ -103,18 +115,19 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
 
     Args:
         calls: by FQN of the module; "" is the root. Those of one call are one unit.
-        mesh: 1-D, or 2-D replicate x shard; None: 1-D.
+        mesh: of the root: 1-D, or 2-D replicate x shard; None: 1-D.
 
     Raises:
-        ConfigError: `mesh` has more dimensions, or calls differ in their `offload_policy`.
+        ConfigError: a mesh has more dimensions, or calls differ in their `offload_policy`.
     """
     root = calls.get("") or calls["0"]  # of a list there is no root
-    if mesh is not None and mesh.ndim > 2:
-        raise ConfigError(
-            f"fully_shard takes a 1-D mesh, or a 2-D one, replicate x shard; this {mesh} has "
-            f"{mesh.ndim} dimensions. Give its data-parallel part, such as "
-            f"mesh['replicate', 'shard'] by the names that it was made with (mesh_dim_names=)."
-        )
+    for each in (mesh, *(call.mesh for call in calls.values())):
+        if each is not None and each.ndim > 2:
+            raise ConfigError(
+                f"fully_shard takes a 1-D mesh, or a 2-D one, replicate x shard; this {each} has "
+                f"{each.ndim} dimensions. Give its data-parallel part, such as "
+                f"mesh['replicate', 'shard'] by the names that it was made with (mesh_dim_names=)."
+            )
     for fqn, call in calls.items():
         if call.offload_policy != root.offload_policy:
             raise ConfigError(
@@ -133,7 +146,8 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
         "shard_placement_fn": {
             join(fqn, name): placement
             for fqn, call in calls.items()
-            for name, placement in call.placements.items()
+            for name, placement in call.placed_beside(mesh).items()
+            if placement != Shard(0)
         },
         "ignored": [param for call in calls.values() for param in call.ignored_params],
         "reshard_after_forward": {

@@ -84,7 +84,9 @@ class UnitMethods(nn.Module):
                 "inside of no_sync() of the stage."
             )
         synced = [i for i in chosen if runtime.units[i].reduce != "none"]
-        partial = not requires_all_reduce and runtime.world.replicas > 1
+        grids = runtime.world.grids
+        copied = any(grids[mesh].replicas > 1 for mesh in runtime.meshes_of(synced))
+        partial = not requires_all_reduce and copied
         if partial and runtime.config.optimizer_in_backward:
             raise ConfigError(
                 "set_requires_all_reduce(False) with optimizer_in_backward=True: a backward that "
@@ -205,10 +207,20 @@ class UnitMethods(nn.Module):
 
         Args:
             enable: False: as the backend likes best.
+
+        Raises:
+            ConfigError: its parameters are on meshes of different numbers of ranks.
         """
         check_flag("enable", enable)
         runtime, (own,) = _units(self, recurse=False)
-        ranks = runtime.world.size * runtime.world.replicas
+        grids = [runtime.world.grids[mesh] for mesh in runtime.meshes_of([own])]
+        ranks, *others = {grid.ranks for grid in grids} or {1}
+        if enable and others:
+            raise ConfigError(
+                f"set_force_sum_reduction_for_comms: parameters of {runtime.units[own].name} are "
+                f"on meshes of {ranks} and {others[0]} ranks, and a unit divides by one number. "
+                f"Leave the call out."
+            )
         now = runtime.units[own].divide_factor
         if now is None or now == ranks:
             runtime.set_units([own], divide_factor=float(ranks) if enable else None)

@@ -38,6 +38,7 @@ from fxshard.capture import precision
 from fxshard.capture.held import copied
 from fxshard.codegen.optimizer import OnShards
 from fxshard.config import Precision, grid
+from fxshard.ir import meshes
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Unit, buffer_dtypes, configured_units
 from fxshard.plans.workload import Call, Workload
@@ -280,7 +281,7 @@ class _Watched(Runtime):
     def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
         for fqn, *shards in zip(fqns, *grads, strict=True):
             param = self.slots[fqn].param
-            rows = torch.cat(shards[: self.world.size], param.shard_dim)
+            rows = torch.cat(shards[: len(self.slots[fqn].shards)], param.shard_dim)
             rows = rows.narrow(param.shard_dim, 0, param.shape[param.shard_dim])
             self.stepped["gradient", fqn] = rows.clone()
         return super().step_parameters(fqns, grads)
@@ -291,7 +292,8 @@ def _compiled(work: Workload) -> tuple[Seen, Program]:
     replicas, shards = grid(work.world_size, work.config)
     module = copied(work.module)
     units = configured_units(module, work.config)
-    world = InProcessWorld(shards, replicas)
+    others = meshes.grids(work.config, meshes.of_units(units), replicas, shards)
+    world = InProcessWorld(shards, replicas, others)
     model = sharded(Sharding(module, units, world, work.config), kind=_Watched)
     runtime = model._fxshard
     assert isinstance(runtime, _Watched)

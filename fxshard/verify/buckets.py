@@ -21,6 +21,9 @@ def bucketed(program: Program) -> None:
                 what = "in two buckets" if fqn in number else "no parameter of a unit"
                 fail(program, fact, program.output, f"{fqn!r} is {what}.")
             number[fqn] = i
+            if program.params[fqn].mesh != program.params[bucket.fqns[0]].mesh:
+                what = f"in one bucket with {bucket.fqns[0]!r}, which is on another mesh"
+                fail(program, fact, program.output, f"{fqn!r} is {what}.")
         if not bucket.packed <= set(bucket.fqns):
             what = f"{sorted(bucket.packed - set(bucket.fqns))} are packed in another's bucket."
             fail(program, fact, program.output, what)

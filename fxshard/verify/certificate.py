@@ -106,7 +106,8 @@ def agreement(program: Program) -> list[str]:
     """
     signature = program.signature
     lines = [
-        f"{p.line} unit={p.unit} requires_grad={p.requires_grad}" for p in program.params.values()
+        f"{p.line} unit={p.unit} requires_grad={p.requires_grad}{program.grid(p.fqn).text}"
+        for p in program.params.values()
     ]
     inputs = {
         int(tags.get(n).fqn or -1): n

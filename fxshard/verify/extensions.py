@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from fxshard.ir import extensions, ops, tags, transfers
+from fxshard.ir.layout import Grid
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.units import Param
 from fxshard.verify import walk
@@ -47,15 +48,16 @@ def _is_reduced(node: fx.Node) -> bool:
 def _follows(program: Program, param: Param, shard: fx.Node, nodes: list[fx.Node]) -> None:
     """`nodes`, of one phase, are what was traced of `param`: on its shard, and on what arrived."""
     assert param.extension is not None
-    traced = param.extension.traced(program.world_size, program.device)
+    grid = program.grid(param.fqn)
+    traced = param.extension.traced(grid.shards, program.device)
     rest = iter(nodes)
-    made = _repeated(program, traced.pre, [shard], rest, nodes[0])
+    made = _repeated(program, grid, traced.pre, [shard], rest, nodes[0])
     sent, kept = made[: traced.sent], made[traced.sent :]
     phase = tags.get(nodes[0]).phase
     arrived = sent
-    if program.world_size > 1:
+    if grid.shards > 1:
         arrived = [_arrived(program, node, phase, nodes[-1]) for node in sent]
-    _repeated(program, traced.post, [*arrived, *kept], rest, nodes[-1])
+    _repeated(program, grid, traced.post, [*arrived, *kept], rest, nodes[-1])
     for node in rest:
         what = f"%{node.name} is no operator that the class of {param.fqn!r} asks for."
         fail(program, Fact.PARAMS_UNSHARDED, node, what)
@@ -78,6 +80,7 @@ def _arrived(program: Program, sent: fx.Node, phase: tags.Phase, at: fx.Node) ->
 
 def _repeated(
     program: Program,
+    grid: Grid,
     graph: fx.Graph,
     given: Sequence[fx.Node],
     nodes: Iterator[fx.Node],
@@ -89,7 +92,7 @@ def _repeated(
     for each in graph.nodes:
         if each.op != "call_function":
             continue
-        reduces = each.target is extensions.ALL_REDUCE and program.world_size > 1
+        reduces = each.target is extensions.ALL_REDUCE and grid.shards > 1
         if each.target in (extensions.WAIT, extensions.ALL_REDUCE) and not reduces:
             known[each] = known[tags.source(each)]
             continue
@@ -98,7 +101,7 @@ def _repeated(
         target = each.target
         if reduces:
             target, kwargs = ops.reduce_now, {}
-            args = ([args[0]], program.world_size, "shard", args[1])
+            args = ([args[0]], grid.shards, grid.group("shard"), args[1])
         if node is None or (node.target, node.args, node.kwargs) != (target, args, kwargs):
             name = "nothing" if node is None else f"%{node.name}"
             what = f"{name} stands where the class of the parameter asks for {each.target}."

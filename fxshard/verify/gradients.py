@@ -14,6 +14,7 @@ from torch import fx
 from fxshard.ir import dump, ops, tags, transfers
 from fxshard.ir.layout import ParamLayout, gathered, split_by_rank
 from fxshard.ir.program import Fact, Program, Result
+from fxshard.ir.units import Reductions
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
 
@@ -23,10 +24,6 @@ aten: Any = torch.ops.aten
 def reduced_once(program: Program) -> None:
     """Each gradient went through the reductions that its ranks need, each once."""
     fact = Fact.REDUCED_ONCE
-    scattered = [ops.reduce_scatter] if program.world_size > 1 else []
-    rest = [ops.all_reduce] if program.replicas > 1 else []
-    rest += [ops.store] if program.offloaded else []
-    everything = [ops.comm_hook] if program.comm_hook else scattered + rest
     seen: dict[fx.Node, str] = {}
     packs: dict[fx.Node, dict[str | None, tuple[int, int]]] = {}  # item -> parts, by FQN
     left = _left_by_backward(program)
@@ -39,7 +36,7 @@ def reduced_once(program: Program) -> None:
         if result.name not in program.params or result.kind == "output":
             continue
         how = program.reduces(result.name)
-        need = scattered if how == "shards" else everything
+        need = _reductions_needed(program, result.name, how)
         if result.kind == "accumulated" and how != "none":
             fail(program, fact, value, f"the gradient of {result.name!r} is not reduced.")
         if result.kind == "accumulated" and tags.get(value).fqn != result.name:
@@ -51,7 +48,7 @@ def reduced_once(program: Program) -> None:
             fail(program, fact, value, f"the gradient of {result.name!r} is not accumulated.")
         items = _reductions_of(value)
         for item in items:
-            _by_its_group(program, tags.source(item))
+            _by_its_group(program, tags.source(item), result.name)
             if tags.get(item).fqn != "":
                 _one_reduction(program, item, result.name, seen)
                 continue
@@ -94,6 +91,18 @@ def reduced_once(program: Program) -> None:
         fail(program, fact, program.output, f"the gradient of {fqn!r} is not returned.")
 
 
+def _reductions_needed(program: Program, fqn: str, how: Reductions) -> list[Any]:
+    """What the gradient of a parameter must have gone through, in order."""
+    if program.comm_hook and how != "shards":
+        return [ops.comm_hook]
+    grid = program.grid(fqn)
+    scattered = [ops.reduce_scatter] if grid.shards > 1 else []
+    if how == "shards":
+        return scattered
+    rest = [ops.all_reduce] if grid.replicas > 1 else []
+    return [*scattered, *rest, *([ops.store] if program.offloaded else [])]
+
+
 def _sent_by_rank(program: Program) -> None:
     """A gradient is cut along the dimension of its parameter: those along 0 lie so already."""
     for launch in program.graph.nodes:
@@ -113,7 +122,8 @@ def _cut_along(program: Program, sent: fx.Node, layout: ParamLayout) -> None:
     """
     expected, found = [], []
     if layout.dim:
-        split, order = split_by_rank(layout.padded_shape, program.world_size, layout.dim)
+        ranks = layout.parts[layout.dim]
+        split, order = split_by_rank(layout.padded_shape, ranks, layout.dim)
         expected = [(split, order)]
         if layout.padding:
             before = len(layout.shape) - 1 - layout.dim
@@ -161,7 +171,8 @@ def _all_returned(program: Program, seen: dict[fx.Node, str]) -> None:
 def _divided_alike(program: Program) -> None:
     """All gradients are reduced by one operation and divided by one number in all.
 
-    Except where a unit has a divisor of its own: then its gradients are.
+    Except where a unit has a divisor of its own: then its gradients are. On meshes of different
+    numbers of ranks, either the divisors are equal, or those per rank.
     """
     rows: Rows = {}
     groups: dict[float | None, dict[fx.Node, tuple[str, Way]]] = {}
@@ -171,10 +182,17 @@ def _divided_alike(program: Program) -> None:
             how = _divided(program, value, result.name, rows)
             groups.setdefault(factor, {})[value] = result.name, how
     for found in groups.values():
-        (usual, _), *_ = collections.Counter(how for _, how in found.values()).most_common()
+        per_rank = {
+            node: (divisor / program.grid(name).ranks, {*operations})
+            for node, (name, (divisor, operations)) in found.items()
+        }
+        in_all = {node: (how[0], {*how[1]}) for node, (_, how) in found.items()}
+        kinds = min(per_rank, in_all, key=lambda known: len({str(how) for how in known.values()}))
+        (usual, _), *_ = collections.Counter(map(str, kinds.values())).most_common()
+        others = next(how for node, (_, how) in found.items() if str(kinds[node]) == usual)
         for value, (name, how) in found.items():
-            if how != usual:
-                what = f"the gradient of {name!r} is {_way(how)}, the others are {_way(usual)}."
+            if str(kinds[value]) != usual:
+                what = f"the gradient of {name!r} is {_way(how)}, the others are {_way(others)}."
                 fail(program, Fact.REDUCED_ONCE, value, what)
 
 
@@ -194,13 +212,14 @@ def _divided(
 ) -> tuple[float, tuple[str, ...]]:
     """What the sum over ranks is divided by, and the operations of the reductions."""
     divisor, operations, node = 1.0, [], value
-    sizes = {"shard": program.world_size, "replicate": program.replicas}
+    grid = program.grid(fqn)
     while node.op == "call_function":
         made = tags.source(node) if node.target is operator.getitem else None
         if made is not None and transfers.is_launch(made):
             operation = ops.argument(made, "op")
             if operation is not None:
-                divisor *= sizes[str(ops.group(made))] if operation == "avg" else 1.0
+                ranks = grid.size(ops.group(made) or "") or 1
+                divisor *= ranks if operation == "avg" else 1.0
                 operations += ["sum" if operation == "avg" else operation]
             node = tags.operands(made)[walk.item_index(node)]
         elif tags.get(node).role in ("post_reduction", "pad"):
@@ -249,9 +268,10 @@ def _one_reduction(program: Program, item: fx.Node, fqn: str, seen: dict[fx.Node
             fail(program, fact, item, f"the gradient of {fqn!r} is made of {what}.")
 
 
-def _by_its_group(program: Program, launch: fx.Node) -> None:
+def _by_its_group(program: Program, launch: fx.Node, fqn: str) -> None:
     schema = launch.target._schema.arguments  # type: ignore[union-attr]
-    usual = {argument.name: argument.default_value for argument in schema}.get("group")
+    kind = {argument.name: argument.default_value for argument in schema}.get("group")
+    usual = None if kind is None else program.grid(fqn).group(str(kind))
     if usual is not None and ops.group(launch) != usual:
         what = f"%{launch.name} reduces in {ops.group(launch)!r}, not in {usual!r}."
         fail(program, Fact.REDUCED_ONCE, launch, what)
@@ -277,7 +297,7 @@ def _adds_partial(
             fail(program, fact, readers[-1] if readers else total, what)
         (added,) = readers
         sent_on = [tags.source(n) for n in items if tags.source(n).target is ops.all_reduce]
-        if program.world_size > 1:
+        if program.grid(fqn).shards > 1:
             made = items[-1] if items else tags.source(added)
             right = tags.source(added) is made and tags.get(made).fqn == fqn
         else:  # nothing is scattered: what goes into the all-reduce, or is returned
@@ -372,12 +392,11 @@ def _piece(value: fx.Node, item: fx.Node) -> tuple[Any, ...]:
 
 def equal_chunks(program: Program) -> None:
     """Every collective's buffers are its size times its inputs (or the inverse), row-wise."""
-    ranks = {"shard": program.world_size, "replicate": program.replicas}
+    grids = program.grids.values()
     for node in program.graph.nodes:
         group = ops.group(node)
         if group is not None:
-            count = group.removeprefix("reshard")
-            size = ranks.get(group) or (int(count) if count.isdecimal() else None)
+            size = next(filter(None, (grid.size(group) for grid in grids)), None)
             if node.args[1] != size:
                 what = f"%{node.name} is one of {node.args[1]} ranks, but {group!r} has {size}."
                 fail(program, Fact.EQUAL_CHUNKS, node, what)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxshard.ir import ops, tags
+from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Fact, Program
 from fxshard.verify import walk
 from fxshard.verify.failure import fail
@@ -25,14 +25,8 @@ def joined(program: Program) -> None:
         place = {fqn: i for i, fqn in enumerate(common.reads(phase))}
         begins = {f: min(place[o] for o in bucket[f] if o in place) for f in place}
         _in_order(program, launches, begins, f"gathered in {phase}")
-    reductions = [
-        n for n in program.graph.nodes if n.target in (_first_reduction(program), ops.comm_hook)
-    ]
+    reductions = [n for n in program.graph.nodes if transfers.is_first_reduction(program, n)]
     _in_order(program, reductions, {fqn: i for i, fqn in enumerate(common.grads)}, "reduced")
-
-
-def _first_reduction(program: Program) -> object:
-    return ops.reduce_scatter if program.world_size > 1 else ops.all_reduce
 
 
 def _in_order(

@@ -30,7 +30,8 @@ def params_unsharded(program: Program) -> None:
             continue
         param = program.params[tag.fqn or ""]
         _is_the_shard(program, node, seen)
-        if not program.offloaded and program.world_size == 1 and param.compute_dtype is param.dtype:
+        alone = program.grid(param.fqn).shards == 1
+        if not program.offloaded and alone and param.compute_dtype is param.dtype:
             continue  # it is unsharded already
         for user in node.users:
             makes = tags.get(user).role == "pre_gather" or user.target is ops.reduce_now
@@ -112,7 +113,10 @@ def _sent_as_named(program: Program) -> None:
             makers = [
                 n for n in map(walk.maker, transfers.sent_copies(node)) if n.target is ops.reshard
             ]
-            has = ops.group(makers[0]) if makers else "shard"
+            own = {tags.get(sent).fqn or "" for sent in tags.operands(node)}
+            own |= set(walk.moved(node))
+            shared = {program.grid(fqn).group("shard") for fqn in own & program.params.keys()}
+            has = ops.group(makers[0]) if makers else " and ".join(sorted(shared))
             if ops.group(node) != has:
                 what = f"%{node.name} gathers in {ops.group(node)!r} what {has!r} shares."
                 fail(program, fact, node, what)

@@ -187,6 +187,11 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     def pickled() -> None:
         pickle.dumps(JOB.sharded())
 
+    def strategies() -> None:
+        model, mesh = JOB.parallel()
+        different = {"": "full_shard", "layers.0": "no_shard"}
+        fxshard.compile(model, mesh=mesh, units=["layers.*"], strategy=different)
+
     def another_batch() -> None:
         """Of one of the ranks that compute it together."""
         model, mesh = JOB.parallel()
@@ -199,6 +204,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     for case in (
         *(without_a_mesh, over_all_ranks, another_mesh, of_two_dimensions, a_buffer, ignored),
         *(shard, may_differ, meta, a_layer_alone, summoned, muon, pickled, formulas, another_batch),
+        strategies,
     ):
         found[case.__name__] = told(case)
     return found
@@ -224,6 +230,7 @@ REFUSED = {
     "muon": "StepError: parameter .* has an update that needs all of its rows",
     "pickled": "StepError: parameter 'layers.0.0.weight', .* cannot be pickled",
     "another_batch": "RankMismatchError: .*(_c10d_functional.all_reduce|another group of ranks)",
+    "strategies": "ConfigError: tensor parallelism with units or parameters on meshes of their own",
     "formulas": "ConfigError: formulas with parameter .* Plan once for each size",
 }
 

@@ -131,7 +131,7 @@ def test_shards_lie_in_flat_storage_without_gaps_or_overlaps(units: list[Unit], 
         taken = [place for each in members for place in range(each.offset, each.end)]
         assert taken == list(range(numel))  # each element in one place
         for each in members:
-            assert (each.unit, each.dtype) == storage
+            assert (each.unit, each.dtype, each.mesh) == storage
             assert each.offset * each.dtype.itemsize % each.alignment == 0
             assert each.alignment % each.dtype.itemsize == 0
 

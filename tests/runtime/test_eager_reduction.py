@@ -295,7 +295,7 @@ def groups(rank: int, world_size: int) -> set[tuple[str, bool]]:
     """Kind of collective, and whether it was in the group of the all-gathers."""
     model: Any = fxshard.compile(build())
     model.set_separate_reduce_scatter_group()
-    own = model._fxshard.world.reductions.group_name
+    own = model._fxshard.world.reductions["shard"].group_name
     with count_collectives() as seen:
         read(model, shard_of(rank, world_size)).sum().backward()
     return {(call.kind, call.group == own) for call in seen.calls}

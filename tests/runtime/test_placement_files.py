@@ -217,6 +217,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         fxshard.compile(nn.Sequential(nn.Linear(4, 4)), shard_placement_fn=of_rank)
     return {
         "mesh": of(lambda p: ShardPlacementResult(Shard(0), mesh)),
+        "no mesh": of(lambda p: ShardPlacementResult(Shard(0), None)),
         "too large": of(lambda p: Shard(1)),
         "too small": of(lambda p: Shard(-3)),
         "no placement": of(lambda p: 1),
@@ -225,7 +226,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 
 REFUSALS = {
-    "mesh": "Return Shard(dim=0) alone, or name the parameter in ignored_params",
+    "mesh": "fxshard takes FSDPMeshInfo(mesh, shard_mesh_dim=0) of a 1-D mesh, or HSDPMeshInfo(",
+    "no mesh": "fxshard takes FSDPMeshInfo(mesh, shard_mesh_dim=0) of a 1-D mesh, or HSDPMeshInfo(",
     "too large": "returned Shard(dim=1) for parameter 'bias' [4], which has 1 dimensions",
     "too small": "returned Shard(dim=-3) for parameter 'weight' [4, 4]",
     "no placement": "expected None or torch.distributed.tensor.Shard(dim)",

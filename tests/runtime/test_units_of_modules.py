@@ -284,18 +284,6 @@ def test_units_in_units_with_policies_of_their_own(ranks: Any) -> None:
     ranks(4).run(depths)
 
 
-def meshes(rank: int, world_size: int) -> str:
-    model = net()
-    one, two = (init_device_mesh("cpu", shape) for shape in ((world_size,), (1, world_size)))
-    fxshard.fully_shard([model.norm, model.head], mesh=one)
-    return told(lambda: fxshard.fully_shard(model, mesh=two))
-
-
-def test_units_on_different_meshes_are_refused(ranks: Any) -> None:
-    for said in ranks(2).run(meshes):
-        assert "'norm' is on DeviceMesh" in said and "Give all calls the same mesh" in said
-
-
 def early_settings(rank: int, world_size: int) -> None:
     """What is set on a block before the model around it is sharded holds."""
     model = net()

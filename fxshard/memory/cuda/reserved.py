@@ -133,7 +133,8 @@ def device_memory(
         capacity: bytes of the device without what is outside of the allocator; None: no limit.
     """
     inside = {id(program): kernel_temporaries_cuda(program) for program in programs}
-    groups = 2 if programs[-1].replicas > 1 else 1
+    last = programs[-1]
+    groups = sum(1 + (grid.replicas > 1 and grid.shards > 1) for grid in last.grids.values())
     fixed = tuple(fixed_costs(capability, communicators=groups))
     lives = list(_held(first))
     starts: list[tuple[int, Ledger]] = []

@@ -107,7 +107,7 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
             if tree.elsewhere and item.host:
                 rows = f"rows of {name}", Category.TEMP, item.local
                 held.append(script.make(f"move {name}", *rows, op="aten._to_copy", module=owner))
-            if tree.program.world_size > 1:
+            if tree.program.grid(param.fqn).shards > 1:
                 layout = tree.program.layouts[param.fqn]
                 full = name, Category.UNSHARDED_PARAM, layout.padded_bytes
                 made = script.make(f"gather {name}", *full, op="all_gather", module=owner)
@@ -153,7 +153,9 @@ def model_items(tree: Tree) -> list[Item]:
                 host = tree.program.offloaded and tree.elsewhere
                 local = tree.program.layouts[param.fqn].local_bytes
                 full = nbytes(param.shape, param.dtype)
-                items.append(Item(fqn, full, local, tree.flats[param.fqn], True, host))
+                shards = tree.program.grid(param.fqn).shards
+                sizes = full, local, tree.flats[param.fqn]
+                items.append(Item(fqn, *sizes, True, host, shards=shards))
             else:
                 items.append(_plain(tree, fqn, tensor))
         for name, buffer in module._buffers.items():
@@ -190,7 +192,8 @@ def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[t
         param = tree.program.params.get(fqn)
         if param is not None and shape and shape == tree.program.layouts[fqn].local_shape():
             full = size // max(1, math.prod(shape)) * math.prod(param.shape)
-            items.append(Item(f"{fqn}.{key}", full, size, size, True, host))
+            shards = tree.program.grid(param.fqn).shards
+            items.append(Item(f"{fqn}.{key}", full, size, size, True, host, shards=shards))
         else:
             items.append(Item(f"{fqn}.{key}", size, size, size, False, host or not shape))
             if shape and param is not None:
@@ -207,12 +210,10 @@ def written_by(tree: Tree, items: Sequence[Item]) -> list[int]:
     The one with the least to write so far; rank 0's items are dealt out first, so that only they
     matter (torch/distributed/checkpoint/_dedup_save_plans.py).
     """
-    shards, replicas = tree.program.world_size, tree.program.replicas
-    planned = [0] * (shards * replicas)
+    planned = [0] * max(grid.ranks for grid in tree.program.grids.values())
     found: list[int] = []
     for item in items:
-        step = shards if item.sharded else 1
-        rank = min(range(0, len(planned), step), key=planned.__getitem__)
+        rank = min(range(0, len(planned), item.shards), key=planned.__getitem__)
         planned[rank] += item.full or 1
         found.append(rank)
     return found

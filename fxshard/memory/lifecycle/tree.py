@@ -30,6 +30,7 @@ class Item:
         storage: bytes of the storage that it is a view of.
         sharded: other ranks have other rows.
         host: it lies on the CPU while the program computes elsewhere.
+        shards: how many ranks have rows of it, each others.
         stored: of a buffer that a ``buffer_dtype`` has cast, its bytes in the dtype that it had.
     """
 
@@ -40,6 +41,7 @@ class Item:
     sharded: bool
     host: bool = False
     stored: int = 0
+    shards: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

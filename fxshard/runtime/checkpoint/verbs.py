@@ -186,8 +186,10 @@ def _together(model: nn.Module, ranks: Ranks, what: str) -> None:
 
     Raises:
         CheckpointError: that save has failed, and a rank has not been told.
+        StepError: a parameter is on a mesh that does not have all ranks.
     """
     if isinstance(model, FxshardModule):
+        model._fxshard.require_one_of_each(what)
         model._fxshard.world.together(what)
     waited = f"{what} waited for the asynchronous save before it"
     if told := next(filter(None, ranks.all(background.failure, waited)), ""):

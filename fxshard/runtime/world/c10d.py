@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import time
@@ -52,6 +53,47 @@ _EXPECTED = "a call of the model, or a backward"
 _BEFORE_BACKWARD = "a call of the model before the backward of the last one"
 
 
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """The ranks that share the parameters on one mesh.
+
+    Attributes:
+        mesh: 1-D, or 2-D replicate x shard.
+        grid: how many they are.
+        rank: the number of this one among those that share a parameter.
+        sharded: False: a 1-D mesh is one of replicas.
+    """
+
+    mesh: DeviceMesh
+    grid: layout.Grid
+    rank: int
+    sharded: bool = True
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, name: str = "", *, sharded: bool = True) -> Members:
+        """The ranks of a mesh; `name`: see `layout.Grid`."""
+        last = mesh.ndim - 1
+        shards = mesh.size(last) if sharded else 1
+        replicas = mesh.size(0) if mesh.ndim == 2 or not sharded else 1
+        rank = mesh.get_local_rank(last) if sharded else 0
+        return cls(mesh, layout.Grid(shards, replicas, name), rank, sharded)
+
+    @property
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """By the names that operators use, the replicas' first."""
+        found = {}
+        if self.mesh.ndim == 2 or not self.sharded:
+            found[self.grid.group("replicate")] = self.mesh.get_group(0)
+        if self.sharded:
+            found[self.grid.group("shard")] = self.mesh.get_group(self.mesh.ndim - 1)
+        return found
+
+    def placements(self, dim: int = 0) -> list[Placement]:
+        """Of a parameter on `mesh` that is sharded along a dimension."""
+        every = layout.placements(dim)
+        return [every[name.partition("@")[0]] for name in self.groups]
+
+
 class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
@@ -66,7 +108,8 @@ class C10dWorld:
         size: ranks that share a parameter; `rank` is this one's number among them.
         replicas: groups of ranks that hold the same shards.
         groups: by the names that operators use.
-        reductions: the group of reduce-scatters, if it is not that of all-gathers.
+        reductions: by the names of groups, those of their reduce-scatters, where they are others.
+        meshes: the ranks of each mesh, by its name; "" is `mesh`. They are among those of `mesh`.
     """
 
     _worlds: ClassVar[weakref.WeakSet[C10dWorld]] = weakref.WeakSet()  # all of this process
@@ -78,37 +121,41 @@ class C10dWorld:
         sharded: bool = True,
         reshard: Iterable[int] = (),
         beside: DeviceMesh | None = None,
+        others: Iterable[Members] = (),
     ) -> None:
         """Args:
         mesh: of the ranks.
         sharded: False: a 1-D mesh is one of replicas.
         reshard: sizes of the groups that units are resharded to after forward.
         beside: the dimension of tensor parallelism.
+        others: meshes that some parameters are on instead.
         """
         self.mesh = mesh
         self.hook: Callable[..., None] | None = None  # the user's, with its state bound
+        own = Members.of(mesh, sharded=sharded)
+        self.meshes: dict[str, Members] = {each.grid.name: each for each in (own, *others)}
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.size: int = 1
-        self.rank: int = 0
-        self.replicas: int = 1
-        if mesh.ndim == 2 or not sharded:
-            self.groups["replicate"] = mesh.get_group(0)
-            self.replicas = mesh.size(0)
-        if sharded:
-            self.groups["shard"] = mesh.get_group(mesh.ndim - 1)
-            self.size, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        for size in sorted(set(reshard)):
-            if size < self.size:
-                rows = mesh.mesh.reshape(-1, size).tolist()
+        for each in self.meshes.values():
+            self.groups |= each.groups
+        self.size: int = own.grid.shards
+        self.rank: int = own.rank
+        self.replicas: int = own.grid.replicas
+        for each, size in itertools.product(self.meshes.values(), sorted(set(reshard))):
+            if size < each.grid.shards:
+                rows = each.mesh.mesh.reshape(-1, size).tolist()
                 (mine,) = [row for row in rows if dist.get_rank() in row]
-                self.groups[f"reshard{size}"] = process_groups.new_group(mine, self.groups["shard"])
+                parent = self.groups[each.grid.group("shard")]
+                group = process_groups.new_group(mine, parent)
+                self.groups[each.grid.group(f"reshard{size}")] = group
+        everyone = [*own.groups]
         if beside is not None:
             self.groups[group_name(beside)] = beside.get_group()
+            everyone.append(group_name(beside))
         if mesh.device_type == "cpu":
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
-        self.reductions: dist.ProcessGroup | None = None
+        self.reductions: dict[str, dist.ProcessGroup] = {}
         self.peers: dict[str, Peers] = {name: Peers(group) for name, group in self.groups.items()}
-        self._everyone = [peers for name, peers in self.peers.items() if "reshard" not in name]
+        self._everyone = [self.peers[name] for name in everyone]
         ranks = mesh.size() * (1 if beside is None else beside.size())
         if len(self._everyone) > 1 and ranks == dist.get_world_size():
             self._everyone = [Peers(_default_group())]
@@ -127,10 +174,10 @@ class C10dWorld:
         self._streams: dict[str, Any] = {}
         self._events: dict[str, Any] = {}
 
-    def placements(self, dim: int = 0) -> list[Placement]:
-        """Of a parameter on `mesh` that is sharded along a dimension."""
-        every = layout.placements(dim)
-        return [every[name] for name in self.groups if name in every]
+    @property
+    def grids(self) -> dict[str, layout.Grid]:
+        """The ranks of each mesh, by its name."""
+        return {name: members.grid for name, members in self.meshes.items()}
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         members = self.groups[group]
@@ -144,7 +191,7 @@ class C10dWorld:
     def reduce_scatter(
         self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
     ) -> list[Tensor]:
-        members = self.reductions or self.groups[group]
+        members = self.reductions.get(group) or self.groups[group]
         size = members.size()
         results = [g.new_empty(layout.part(g.shape, size)) for g in grads]
         options = dist.ReduceScatterOptions()
@@ -445,9 +492,11 @@ class C10dWorld:
             )
 
     def separate_reductions(self) -> None:
-        """Give reduce-scatters a communicator of their own; collective over the shard group."""
-        ranks = dist.get_process_group_ranks(self.groups["shard"])
-        self.reductions = process_groups.new_group(ranks, self.groups["shard"])
+        """Give reduce-scatters communicators of their own; collective over the shard groups."""
+        for name, group in self.groups.items():
+            if layout.kind_of_group(name) == "shard":
+                ranks = dist.get_process_group_ranks(group)
+                self.reductions[name] = process_groups.new_group(ranks, group)
 
     def require_joined(self) -> None:
         """Check before a call of the model, and before each of its phases.
@@ -593,8 +642,9 @@ class C10dWorld:
         for peers in self._peers:
             peers.drop()
         self.groups.clear()
-        process_groups.forget_groups(self.mesh)
-        self.reductions = None
+        for members in self.meshes.values():
+            process_groups.forget_groups(members.mesh)
+        self.reductions.clear()
 
 
 def _over(work: dist.Work, seconds: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,12 +26,15 @@ class InProcessWorld:
     Attributes:
         size: ranks that share a parameter.
         replicas: groups of them. Rank ``replica * size + shard`` is one of ``ranks``.
+        grids: the ranks of each mesh, by its name; "" is the model's. All have all ranks.
     """
 
-    def __init__(self, size: int, replicas: int = 1) -> None:
+    def __init__(self, size: int, replicas: int = 1, others: Iterable[layout.Grid] = ()) -> None:
         self.size: int = size
         self.replicas: int = replicas
         self.ranks: int = size * replicas
+        grids = (layout.Grid(size, replicas), *others)
+        self.grids: dict[str, layout.Grid] = {grid.name: grid for grid in grids}
 
     def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
         """Run a phase in the block; nothing is left of it, however it ends."""
@@ -123,9 +126,10 @@ class InProcessWorld:
     def _groups(self, row: fx.Node) -> list[range]:
         """The groups of ranks that run an operator together."""
         group = ops.group(row)
-        if group == "replicate":
-            return [range(shard, self.ranks, self.size) for shard in range(self.size)]
-        size = {None: 1, "shard": self.size}.get(group) or int(str(group).removeprefix("reshard"))
+        grid = self.grids[(group or "").partition("@")[2]]
+        if layout.kind_of_group(group) == "replicate":
+            return [range(shard, self.ranks, grid.shards) for shard in range(grid.shards)]
+        size = 1 if group is None else grid.size(group) or 1
         return [range(start, start + size) for start in range(0, self.ranks, size)]
 
     # -- the operators: from the operands of each rank of a group to its results -------------------

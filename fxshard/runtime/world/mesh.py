@@ -18,9 +18,10 @@ from fxshard._torch import process_groups
 from fxshard._torch.dtensors import root_of
 from fxshard.config import Config, grid
 from fxshard.errors import ConfigError, UnitError
+from fxshard.ir import meshes
 from fxshard.ir.tensor_parallel import group_name, the_mesh
 from fxshard.ir.units import Unit, check_reshard
-from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.c10d import C10dWorld, Members
 from fxshard.runtime.world.in_process import InProcessWorld
 
 log: logging.Logger = logging.getLogger("fxshard")
@@ -31,11 +32,45 @@ def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10
 
     Args:
         mesh: of data parallelism alone.
+
+    Raises:
+        ConfigError: parameters are on several meshes beside tensor parallelism.
     """
-    check_reshard(units, mesh.size(mesh.ndim - 1))
-    sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
     beside = the_mesh([param for unit in units for param in unit.params])
-    return C10dWorld(mesh, sharded=config.strategy != "no_shard", reshard=sizes, beside=beside)
+    if beside is not None and (several := meshes.of_units(units) - {""}):
+        raise ConfigError(
+            f"tensor parallelism with units or parameters on meshes of their own "
+            f"({', '.join(map(repr, sorted(several)))}): beside {group_name(beside)!r} all are "
+            f"sharded over one mesh, by one strategy. Leave one of the two out."
+        )
+    others = _other_meshes(mesh, config, units)
+    check_reshard(units, mesh.size(mesh.ndim - 1), [members.grid for members in others])
+    sizes = [unit.reshard for unit in units if not isinstance(unit.reshard, bool)]
+    sharded = config.strategy != "no_shard"
+    return C10dWorld(mesh, sharded=sharded, reshard=sizes, beside=beside, others=others)
+
+
+def _other_meshes(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> list[Members]:
+    """The ranks of the meshes that parameters are on besides `mesh`; collective over it."""
+    named, found = meshes.named(config), []
+    flat: DeviceMesh | None = mesh if mesh.ndim == 1 else None
+    for name in sorted(meshes.of_units(units) - {""}):
+        if name in named:
+            meshes.require_within(mesh, name, named[name])
+            found.append(Members.of(named[name], name))
+            continue
+        flat = flat or _flattened(mesh)
+        found.append(Members.of(flat, name, sharded=name == meshes.SHARED))
+    return found
+
+
+def _flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """A 1-D mesh of the ranks of a 2-D one."""
+    ranks, group = sorted(mesh.mesh.flatten().tolist()), dist.group.WORLD
+    assert group is not None
+    if len(ranks) < dist.get_world_size():
+        group = process_groups.new_group(ranks, group)
+    return DeviceMesh.from_group(group, mesh.device_type)
 
 
 def world_for(
@@ -72,7 +107,8 @@ def world_for(
             replicas * shards,
             replicas * shards,
         )
-        return InProcessWorld(shards, replicas)
+        others = meshes.grids(config, meshes.of_units(units), replicas, shards)
+        return InProcessWorld(shards, replicas, others)
     mesh = _without_tensor_parallel(mesh, units, config)
     if process_group is not None:
         mesh = _mesh_of_groups(model, config, process_group)

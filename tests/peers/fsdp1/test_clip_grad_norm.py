@@ -60,6 +60,17 @@ def as_ddp(
             optimizer.step()
 
 
+MIXED = {"strategy": {"": FULL, "transformer.decoder.layers.*": NO_SHARD}}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("max_norm", "norm_type"), NORMS)
+def test_norms_where_units_have_strategies_of_their_own(
+    ranks: Any, max_norm: float, norm_type: float
+) -> None:
+    ranks(2).run(as_ddp, max_norm, norm_type, MIXED)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("max_norm", "norm_type", "strategy", "offload"), GRID)
 def test_norms_as_ddp(

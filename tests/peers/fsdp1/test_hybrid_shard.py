@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.testing import assert_close
 
 import fxshard
-from fxshard.errors import ConfigError, UnitError
+from fxshard.errors import UnitError
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
 from tests.peers.fsdp1.models import Transformer
@@ -142,13 +142,34 @@ def test_as_full_shard(ranks: Any, strategy: Any) -> None:
     ranks(4).run(parity, strategy)
 
 
-def test_a_strategy_per_unit_is_refused() -> None:
-    """As the option, and as FSDP1's policy gives it: with what to do instead."""
-    x = torch.ones(2, 10)
-    each = {"lin1": "hybrid_shard", "lin2": "full_shard"}
-    with pytest.raises(ConfigError, match="A model has one strategy: reshard_after_forward="):
-        fxshard.plan(Model(), (x,), world_size=4, strategy=each)  # type: ignore[arg-type]
-    options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+def mixed(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """The layers are sharded in pairs of ranks, what is around them over all four."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    layers = dict.fromkeys(("transformer.*.layers.*",), HYBRID[0])
+    given: dict[str, Any] = {"strategy": {"": ShardingStrategy.FULL_SHARD, **layers}, "mesh": mesh}
+    model, plain = compiled(Transformer(), **given), compiled(Transformer())
+    for each in (model, plain):
+        loss_of(each).backward()
+    with count_collectives() as forward:
+        loss = loss_of(model)
+    with count_collectives() as backward:
+        loss.backward()
+    loss_of(plain).backward()
+    for name, param in plain.named_parameters():
+        assert_close(full(model.get_parameter(name).grad), full(param.grad), msg=name)
+    return forward.kinds(), backward.kinds()
+
+
+def test_hybrid_layers_in_a_model_that_is_fully_sharded(ranks: Any) -> None:
+    for forward, backward in ranks(4).run(mixed):
+        assert forward.count("all_gather") == 5
+        assert backward.count("reduce_scatter") == 5
+        assert backward.count("all_reduce") == 4
+
+
+def test_options_of_a_policy_that_are_refused() -> None:
+    """As FSDP1's policy gives them: with what to do instead."""
+    options = {"mixed_precision": None, "sharding_strategy": ShardingStrategy.NO_SHARD}
     policy = CustomPolicy(lambda module: options if isinstance(module, nn.Linear) else False)
-    with pytest.raises(UnitError, match=r"options of its own.*To replicate a part, compile the"):
-        fxshard.plan(Model(), (x,), world_size=4, units=policy)
+    with pytest.raises(UnitError, match=r"options of its own.*differ by strategy=, reshard_after"):
+        fxshard.plan(Model(), (torch.ones(2, 10),), world_size=4, units=policy)

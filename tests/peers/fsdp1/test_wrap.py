@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 import fxshard
 from fxshard.config import Config
-from fxshard.ir.units import configured_units
+from fxshard.ir.units import configured_units, placed
 from tests.peers.fsdp1.models import LAYERS, Transformer
 from tests.peers.fsdp1.shared import compiled, ddp, same
 from tests.ranks import told
@@ -108,13 +108,22 @@ def test_custom_policy_with_options() -> None:
     """A function that answers with options of FSDP1 for that unit."""
     policy = CustomPolicy(
         lambda module: (
-            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, **more}
             if isinstance(module, nn.TransformerDecoderLayer)
             else False
         )
     )
-    said = told(lambda: units_of(Transformer(), policy))
+    more: dict[str, Any] = {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}
+    said = told(lambda: placed(Transformer(), Config(units=policy)))
     assert "the policy in units gives 'transformer.decoder.layers.0' options of its own" in said
+    more.clear()
+    model = Transformer()
+    units = configured_units(model, placed(model, Config(units=policy)))
+    assert [(unit.fqn, unit.reshard) for unit in units] == [
+        ("", True),
+        ("transformer.decoder.layers.0", False),
+        ("transformer.decoder.layers.1", False),
+    ]
 
 
 def test_sizes() -> None:
