@@ -18,13 +18,13 @@ from fxshard.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 slow = pytest.mark.slow
 
 
 def run(directory: Path, name: str, *args: Any, ranks: int = 2) -> str:
     """What the example prints, run in `directory`; on one rank without torchrun."""
-    launcher = TORCHRUN if ranks > 1 else ()
+    launcher = (*TORCHRUN, str(ranks)) if ranks > 1 else ()
     settings = {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -270,3 +270,11 @@ def test_torch_compile(tmp_path: Path) -> None:
     assert len(apart) == 2 and max(apart) <= 1e-5
     assert len(re.findall(r"^graph \d: forward and backward", said, re.M)) == 2
     assert "sum: peak" in said
+
+
+@slow
+def test_train_tensor_parallel(tmp_path: Path) -> None:
+    said = run(tmp_path, "train_tensor_parallel.py", ranks=4)
+    found = losses(said)
+    assert len(found) == 4 and found[-1] < found[0] / 3
+    assert "this rank has (64, 64)" in said and "(tp: 1 all-gather)" in said
