@@ -322,7 +322,7 @@ class _Walk:
     def run(self, program: Program, micro_batch: int) -> None:
         """Forward and backward of one micro-batch."""
         assert program.schedule is not None, "outline-regions has not run"
-        self._program = program
+        self._program, self._apart = program, program.apart
         self._costs: dict[str, _RegionCost] = {}
         self._events: dict[str, float] = {}
         self._groups: dict[str, float] = {}  # group of ranks -> until when its communicator is busy
@@ -406,8 +406,7 @@ class _Walk:
         if node.target is ops.step:
             fqns = cast("list[str]", node.args[2])
             return optimizer_seconds(fqns, self._state, self._program, self.hardware)
-        apart = self._program.apart
-        return operators.node_seconds(node, self.hardware, self._shards(node), apart)
+        return operators.node_seconds(node, self.hardware, self._shards(node), self._apart)
 
     def _shards(self, node: fx.Node) -> int:
         """How many ranks share a parameter on the mesh of a collective."""
@@ -417,7 +416,7 @@ class _Walk:
     def _sent(self, node: fx.Node) -> tuple[float, float]:
         if not ops.of(node).collective:
             return 0.0, 0.0
-        sent = operators.collective(node, self._shards(node), self._program.apart)
+        sent = operators.collective(node, self._shards(node), self._apart)
         return operators.wire_bytes(sent, self.hardware)
 
     def _event(self, event: str) -> float:

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import fake_tensors
 from fxshard._torch import modules as torch_modules
-from fxshard._torch.dtensors import local_part, plain
+from fxshard._torch.dtensors import local_part
 from fxshard.config import KEEPING, Config, Precision
 from fxshard.errors import CaptureError, ConfigError, UnitError
 from fxshard.ir import meshes
 from fxshard.ir.extensions import Extension, extension_of, has_extension
 from fxshard.ir.layout import Grid
 from fxshard.ir.placements import check_names, said, shard_dims
-from fxshard.ir.tensor_parallel import Placed
+from fxshard.ir.tensor_parallel import PLACE, Placed
 from fxshard.ir.tensor_parallel import placed as placed_elsewhere
 
 
@@ -575,9 +575,9 @@ def _check_memory(model: nn.Module, out_params: Container[int]) -> None:
     places: dict[int, list[tuple[int, int, str, str, bool]]] = {}
     params = {id(param) for param in model.parameters()}
     for kind, fqn, held in _named_tensors(model):
-        if isinstance(held, DTensor) or not held.numel():
+        tensor = local_part(held)
+        if hasattr(held, PLACE) or not tensor.numel():
             continue
-        tensor = plain(held)
         first = int(tensor.storage_offset()) * tensor.element_size()
         spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
         end = first + (sum(spans) + 1) * tensor.element_size()
@@ -624,7 +624,7 @@ def learned_buffer(fqn: str) -> str:
 
 def note_replaced(fqn: str, param: torch.Tensor) -> None:
     """Remember of what `param` lies in that it was the memory of a parameter, now sharded."""
-    plain(param).untyped_storage()._fxshard_was = fqn  # type: ignore[attr-defined]
+    local_part(param).untyped_storage()._fxshard_was = fqn  # type: ignore[attr-defined]
 
 
 def check_constants(
@@ -643,7 +643,7 @@ def check_constants(
     """
     named = dict(model.named_parameters())
     chosen = {p.fqn: named[p.fqn] for unit in units for p in unit.params if p.fqn in named}
-    known = {plain(t).untyped_storage()._cdata: fqn for fqn, t in chosen.items() if t.numel()}
+    known = {local_part(t).untyped_storage()._cdata: fqn for fqn, t in chosen.items() if t.numel()}
     for tensor in constants.values():
         storage = tensor.untyped_storage()
         fqn = getattr(storage, "_fxshard_was", known.get(storage._cdata))

@@ -59,8 +59,8 @@ class UnitCall:
         if dp_mesh_dims is not None:
             raise ConfigError(
                 "dp_mesh_dims is not supported: it is for parameters that are DTensors on all of "
-                "the mesh. Beside tensor parallelism give the data-parallel part of it alone, such "
-                "as mesh=mesh['dp_shard'], after parallelize_module on the rest."
+                "the mesh. Give the data-parallel part of the mesh alone, such as "
+                "mesh=mesh['dp_shard'], after parallelize_module on the rest."
             )
         chosen = {id(param) for param in ignored_params or ()}
         own = {id(param): param for module in modules for param in module.parameters()}

@@ -295,6 +295,9 @@ def trained(job: Job, rank: int, model: Any = None) -> dict[str, Any]:
         found[name], found[f"places of {name}"] = full(param), placed(param)
         for key, value in optimizer.state[param].items():
             found[f"{key} of {name}"] = full(value)
+    model.eval()
+    with torch.no_grad():
+        found["evaluated"] = full(model(job.batch(rank, 0)))
     return found
 
 

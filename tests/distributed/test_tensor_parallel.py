@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from tests.distributed import tensor_parallel_cases as cases
 from tests.distributed.tensor_parallel_cases import Job, Llama, Mlp
@@ -36,6 +36,8 @@ GRID = {
     "hybrid, fully_shard": Job(cases.of_sequences, "fully_shard", shape=(1, 2, 2)),
     "tensors only": Job(cases.of_sequences, shape=(1, 4)),
     "data only": Job(cases.of_sequences, shape=(4, 1)),
+    "offloaded": Job(options={"offload": CPUOffloadPolicy(pin_memory=False)}),
+    "one unit": Job(options={"units": []}),
     "unsharded between": Job(options={"strategy": "shard_grad_op"}),
 }
 

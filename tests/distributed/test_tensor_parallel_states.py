@@ -105,8 +105,10 @@ def own_checkpoints(rank: int, world_size: int, folder: str) -> None:
         for each in (model, copied):
             for param in each.parameters():
                 param.mul_(2).add_(1)
+    model.to(torch.float64)
     for name, param in model.named_parameters():
-        assert torch.equal(full(param), every[name] * 2 + 1)
+        assert torch.equal(full(param), (every[name] * 2 + 1).double())
+    model(JOB.batch(rank, 0).double()).sum().backward()
 
 
 @pytest.mark.slow
@@ -157,6 +159,13 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         model, mesh = JOB.parallel()
         fxshard.compile(model, mesh=mesh, ignored=[model.layers[0]])
 
+    def read_from_elsewhere() -> None:
+        """A list would keep the values of before."""
+        model, mesh = JOB.parallel()
+        held = [model.get_parameter("layers.0.2.bias")]
+        model.layers[0].register_forward_hook(lambda module, args, out: out + held[0].to_local())
+        fxshard.compile(model, mesh=mesh, args=(JOB.batch(rank, 0),))
+
     def shard() -> None:
         model, mesh = JOB.parallel()
         fxshard.shard(model, mesh=mesh)
@@ -204,7 +213,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     for case in (
         *(without_a_mesh, over_all_ranks, another_mesh, of_two_dimensions, a_buffer, ignored),
         *(shard, may_differ, meta, a_layer_alone, summoned, muon, pickled, formulas, another_batch),
-        strategies,
+        *(read_from_elsewhere, strategies),
     ):
         found[case.__name__] = told(case)
     return found
@@ -222,6 +231,7 @@ REFUSED = {
     "of_two_dimensions": "UnitError: .*'layers.1.0.weight'.* Give parallelize_module the same",
     "a_buffer": "UnitError: buffer 'scale' is a DTensor: .*to_local",
     "ignored": "UnitError: parameter 'layers.0.0.weight' is a DTensor .*, and ignored",
+    "read_from_elsewhere": "CaptureError: .*from elsewhere than its module",
     "shard": "UnitError: .* Use fxshard.compile or fxshard.fully_shard",
     "may_differ": "ConfigError: ranks_may_differ=True with parameter .* 'tp' compute one batch",
     "meta": "UnitError: .* on the meta device: fxshard does not fill those",

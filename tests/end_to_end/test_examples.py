@@ -18,13 +18,13 @@ from fxshard.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 slow = pytest.mark.slow
 
 
 def run(directory: Path, name: str, *args: Any, ranks: int = 2) -> str:
     """What the example prints, run in `directory`; on one rank without torchrun."""
-    launcher = (*TORCHRUN[:-1], str(ranks)) if ranks > 1 else ()
+    launcher = (*TORCHRUN, str(ranks)) if ranks > 1 else ()
     settings = {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -272,7 +272,7 @@ def test_torch_compile(tmp_path: Path) -> None:
     assert "sum: peak" in said
 
 
-# -- a pipeline ------------------------------------------------------------------------------------
+# -- other parallelisms ----------------------------------------------------------------------------
 
 
 @slow
@@ -283,3 +283,11 @@ def test_pipeline(tmp_path: Path) -> None:
     assert peaks[0, 2] < peaks[0, 4] and peaks[1, 1] < peaks[1, 4]
     first, *_, last = losses(said)
     assert first > 5 and last < 3
+
+
+@slow
+def test_train_tensor_parallel(tmp_path: Path) -> None:
+    said = run(tmp_path, "train_tensor_parallel.py", ranks=4)
+    found = losses(said)
+    assert len(found) == 4 and found[-1] < found[0] / 3
+    assert "this rank has (64, 64)" in said and "(tp: 1 all-gather)" in said
