@@ -24,8 +24,8 @@ from tests.zoo import deep
 from tests.zoo import transformers_configs as configs
 from tests.zoo.architecture import ADAMW
 from tests.zoo.deep import HALF, STAMPED, Block, Net, x
-from tests.zoo.transformers_batches import TOKENS, images
-from tests.zoo.transformers_rows import hf, hf_checkpointed
+from tests.zoo.transformers_batches import TOKENS, TRANSLATION, images
+from tests.zoo.transformers_rows import TRANSFORMERS, hf, hf_checkpointed
 from tests.zoo.traps import DEEP_TRAPS, TRAPS
 
 FLAT = "is captured block by block"
@@ -283,11 +283,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", configs.LM | configs.EXPERTS | DEEP, TOKENS, {}),
     "t5": (
         *("T5ForConditionalGeneration", configs.T5 | {"num_layers": 9, "num_decoder_layers": 8}),
-        *(configs.TRANSLATION, {}),
+        *(TRANSLATION, {}),
     ),
     "bart": (
         "BartForConditionalGeneration",
-        *(configs.BART | {"encoder_layers": 8, "decoder_layers": 8}, configs.TRANSLATION, {}),
+        *(configs.BART | {"encoder_layers": 8, "decoder_layers": 8}, TRANSLATION, {}),
     ),
     "gemma3, every other layer": (
         "Gemma3ForCausalLM",
@@ -357,7 +357,7 @@ def deepened(config: dict[str, Any]) -> dict[str, Any]:
 SWEEP = {
     name: row if isinstance(row, tuple) else (row, TOKENS)
     for family in ("decoder-only", "mixture of experts", "state space and hybrid")
-    for name, row in configs.TRANSFORMERS[family].items()
+    for name, row in TRANSFORMERS[family].items()
 }
 
 
