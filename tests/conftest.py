@@ -107,7 +107,10 @@ def _idle_ranks_are_quiet(_pools: dict[int, Ranks]) -> Iterator[None]:
 # Tests of what comes behind the trace share traces: all but those of these rooms and files, which
 # are about how a model is traced, about when, or count what a run does on the way.
 TRACING_ROOMS = {"_torch", "capture", "codegen", "dryrun", "dynamo", "fuzz", "integrations"}
-TRACING_FILES = {"test_checkpointing", "test_extensions", "test_object_changes", "test_runs_go_on"}
+TRACING_FILES = {
+    *("test_async_save", "test_checkpointing", "test_extensions", "test_object_changes"),
+    "test_runs_go_on",
+}
 
 
 @pytest.fixture(autouse=True, scope="module")  # around the fixtures of a module too
