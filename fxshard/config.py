@@ -385,7 +385,7 @@ class Config:
             has it too.
     """
 
-    strategy: Strategy | ShardingStrategy = "full_shard"
+    strategy: Strategy | ShardingStrategy | Mapping[Any, Strategy | ShardingStrategy] = "full_shard"
     units: Iterable[UnitName | Sequence[UnitName]] | Callable[..., Any] | None = None
     ignored: Iterable[torch.nn.Module | torch.Tensor | str] | None = ()
     shard_placement_fn: Callable[[torch.nn.Parameter], Any] | Mapping[str, Any] | None = None
