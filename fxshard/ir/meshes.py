@@ -91,8 +91,14 @@ def of_units(units: Iterable[Any]) -> set[str]:
 def require_within(model: DeviceMesh, name: str, mesh: DeviceMesh) -> None:
     """Raise ConfigError if a mesh of parameters reaches ranks that the mesh of the model does not.
 
-    All ranks of the model's mesh agree on what they do; others would wait for them.
+    All ranks of the model's mesh agree on what they do; others would wait for them. This rank must
+    be one of the mesh.
     """
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"mesh {name!r} of some parameters, {mesh}, does not have this rank, which has these "
+            f"parameters too. Give each rank the part of a mesh that it is in, such as mesh['ep']."
+        )
     others = sorted({*mesh.mesh.flatten().tolist()} - {*model.mesh.flatten().tolist()})
     if others:
         raise ConfigError(

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 
 import fxshard
@@ -23,6 +24,7 @@ from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import dump, ops
+from fxshard.ir.placements import OnMesh
 from fxshard.ir.program import Program
 from fxshard.ir.text import parse, write
 from fxshard.plans.workload import Workload
@@ -365,12 +367,19 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     def small() -> Any:
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
+    # Of the two ranks next to this one's pair.
+    elsewhere = DeviceMesh("cpu", [(rank // 2 * 2 + 2) % 4, (rank // 2 * 2 + 3) % 4])
     outside = small()
     fxshard.fully_shard(outside[0])
     hooked = small()
     fxshard.fully_shard(hooked[0], mesh=pair)
     fxshard.fully_shard(hooked)
     return {
+        "elsewhere": told(
+            lambda: fxshard.fully_shard(
+                small(), shard_placement_fn=lambda p: OnMesh(Shard(0), elsewhere)
+            )
+        ),
         "outside": told(lambda: fxshard.fully_shard(outside, mesh=pair["b"])),
         "hook": told(lambda: hooked.register_comm_hook(None, lambda *args: None)),
         "unit": told(lambda: fxshard.compile(small(), strategy={"0.x": "no_shard"})),
@@ -388,6 +397,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 
 REFUSED = {
+    "elsewhere": "does not have this rank, which has these parameters too",
     "outside": "which the mesh of the model",
     "hook": "does not go together with parameters on several meshes",
     "unit": "pattern '0.x' matches no module",
