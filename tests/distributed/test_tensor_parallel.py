@@ -19,7 +19,9 @@ def differing(rank: int, world_size: int, job: Job) -> dict[str, float]:
 
 EQUAL = {
     "an MLP": Job(cases.of_an_mlp, model=Mlp),
-    "sequences and logits": Job(cases.of_sequences_and_logits, "fully_shard", max_norm=0.1),
+    "sequences and logits": Job(
+        cases.of_sequences_and_logits, "fully_shard", max_norm=0.1, steps=2
+    ),
 }
 GRID = {
     "tensors": Job(),
