@@ -52,6 +52,7 @@ OTHER: dict[str, Any] = {
     "optimizer": sgd,
     "optimizer_in_backward": True,
     "ranks_may_differ": True,
+    "pipeline_stage": True,
     "max_variants": 3,
     "dynamic": False,
     "device": "cuda",
