@@ -140,8 +140,13 @@ def fake_over(
     return _fake(mode, plain, like.device)
 
 
-def fake_storage(nbytes: int) -> torch.UntypedStorage:
-    """A storage without memory, for `fake_of`."""
+def fake_storage(nbytes: int | torch.SymInt) -> torch.UntypedStorage:
+    """A storage without memory, for `fake_of`.
+
+    Made directly, one of an open size would take its number, and close it.
+    """
+    if isinstance(nbytes, torch.SymInt):
+        return torch.empty((nbytes,), dtype=torch.uint8, device=_META).untyped_storage()
     return torch.UntypedStorage(nbytes, device=_META)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher as python_kernels
 from torch._dynamo.utils import preserve_rng_state as rng_kept
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import (
@@ -28,6 +29,7 @@ __all__ = [
     "outside_function_modes",
     "outside_modes",
     "profiled",
+    "python_kernels",
     "rng_kept",
     "unobserved",
     "without_autocast",

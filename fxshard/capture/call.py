@@ -25,6 +25,7 @@ from fxshard.capture import (
     precision,
     provenance,
     rng,
+    shapes,
 )
 from fxshard.capture.alike import Alike
 from fxshard.capture.data_sizes import Told
@@ -152,6 +153,7 @@ class FlatCall(nn.Module):
     Args:
         request: what is captured.
         leaves: of the call; open sizes are symbols.
+        sizes: these symbols, if there are any.
 
     Attributes:
         returned: by the last run.
@@ -161,8 +163,11 @@ class FlatCall(nn.Module):
 
     returned: Returned
 
-    def __init__(self, request: Request, leaves: list[Any]) -> None:
+    def __init__(
+        self, request: Request, leaves: list[Any], sizes: shapes.Trace | None = None
+    ) -> None:
         super().__init__()
+        self._sizes = sizes
         self.model: nn.Module = request.model
         self.request: Request = request
         self._given = leaves
@@ -193,6 +198,8 @@ class FlatCall(nn.Module):
 
     @provenance.enters
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        if self._sizes is not None:
+            self._sizes.begin()
         for (first, key), *others in self._names.values():
             for slots, name in others:  # the trace puts its tensors under their first names alone
                 slots[name] = first[key]

@@ -8,6 +8,7 @@ it is. What the trace took for granted of the symbols is its `Domain`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import operator
@@ -158,6 +159,7 @@ class Trace:
         self.places: dict[str, tuple[Place, ...]] = dict(places)
         self.sizes: Sizes = sizes
         self.env = torch_sizes.ShapeEnv(duck_shape=False)
+        self._remembered = torch_sizes.Remembered(self.env)
         self._examples = {name: size_at(sizes, at[0]) for name, at in self.places.items()}
         self._sizes = {
             name: torch_sizes.symbolic_size(self.env, name, size)
@@ -165,6 +167,12 @@ class Trace:
         }
         self._at = {place: self._sizes[name] for name, at in self.places.items() for place in at}
         self._symbols = {name: torch_sizes.expression(size) for name, size in self._sizes.items()}
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], places: Symbols, told: data_sizes.Told = None) -> Trace:
+        """New symbols for the sizes at `places` of a call with these leaves."""
+        ints = any(dim is None for at in places.values() for _, dim in at)
+        return cls(places, of_call(leaves, ints=ints), told)
 
     def fake(self, leaf: int, like: Tensor, mode: FakeTensorMode) -> Tensor | None:
         """A contiguous fake input with symbols for sizes, or None where it has none of them."""
@@ -184,15 +192,18 @@ class Trace:
         """The symbol of a name."""
         return self._sizes[name]
 
+    def asked_once(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, what is asked of the symbols again has the answer of before."""
+        return self._remembered.asked()
+
+    def begin(self) -> None:
+        """Begin a run of forward."""
+        self._remembered.forget()
+
     @property
     def example(self) -> dict[sympy.Symbol, int]:
         """The sizes of the example call."""
         return {self._symbols[name]: size for name, size in self._examples.items()}
-
-    @property
-    def asked(self) -> tuple[str, ...]:
-        """The conditions of `domain` as text, to compare traces by."""
-        return tuple(f"{condition}: {where}" for condition, where in self.domain().conditions)
 
     def domain(self) -> Domain:
         """What the trace has asked of the symbols."""

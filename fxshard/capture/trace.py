@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -254,13 +255,21 @@ def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Fou
                 raise Unproven(why)
             if before.has_iterators:
                 raise Unproven("its code holds an iterator, which no rehearsal can put back")
-            full = _rehearsed(request, before, ())
+            # One set of symbols: what any block asks of them is in the domain of the program.
+            sizes = (
+                shapes.Trace.of(request.leaves, request.symbols, request.data_sizes)
+                if request.symbols
+                else None
+            )
+            setup = functools.partial(_setup, request, before, DIRECT, sizes=sizes)
+            table = ghosts.Table(setup().mode)
+            full = _rehearsed(setup, table, ())
             for right in find.RIGHT:
                 try:
                     repeats = prove.proven(
-                        model, full, lambda runs: _rehearsed(request, before, runs), right
+                        model, full, functools.partial(_rehearsed, setup, table), right
                     )
-                    return _stamped(_setup(request, before, DIRECT, mode), mode, repeats)
+                    return _stamped(setup(mode), mode, repeats)
                 except Wider:
                     if right == find.RIGHT[-1]:
                         raise
@@ -293,32 +302,29 @@ def _stamped(setup: _Setup, mode: KernelFakeMode, repeats: prove.Repeats) -> _Fo
     return _Found(call, traced, owner, repeats.full.calls, domain)
 
 
-def _rehearsed(request: Request, before: Snapshot, runs: Runs) -> rehearse.Rehearsal:
+def _rehearsed(setup: Callable[[], _Setup], table: ghosts.Table, runs: Runs) -> rehearse.Rehearsal:
     """Forward without the blocks that `runs` leave out: on ghosts where they do, else on fakes."""
-    setup = _setup(request, before, DIRECT)
-    if setup.sizes is None:
-        try:
-            return _rehearsal(dataclasses.replace(setup, ghosts=True), runs)
-        except Formless:
-            setup = _setup(request, before, DIRECT)
-    return _rehearsal(setup, runs)
+    try:
+        return _rehearsal(dataclasses.replace(setup(), ghosts=table), runs)
+    except Formless:
+        return _rehearsal(setup(), runs)
 
 
 def _rehearsal(setup: _Setup, runs: Runs) -> rehearse.Rehearsal:
-    call, fakes = setup.call, setup.fakes
+    call, fakes, table = setup.call, setup.fakes, setup.ghosts
     with setup.ready(runs, rehearses=True) as calls:
         leaves = rehearse.leaves_of(call.model, runs)
-        table = None
-        if setup.ghosts:
-            table, fakes = ghosts.Table(setup.mode), tuple(map(ghosts.ghost_like, fakes))
+        if table is not None:
+            fakes = tuple(map(ghosts.ghost_like, fakes))
         recorder = rehearse.Recorder(leaves, table)
         recorder.given(fakes)
-        mode = contextlib.nullcontext() if setup.ghosts else setup.mode
-        with _around(call), rehearse.NoTensorHooks(recorder), mode, recorder:
+        mode = contextlib.nullcontext() if table is not None else setup.mode
+        # As in a trace, with open sizes: C++ kernels would take some of them as numbers.
+        kernels = modes.python_kernels() if setup.sizes else contextlib.nullcontext()
+        with _around(call), rehearse.NoTensorHooks(recorder), kernels, mode, recorder:
             outputs = call.forward(*fakes)
         recorder.finish(outputs)
-    facts = (call.returned, None if setup.sizes is None else setup.sizes.asked)
-    return rehearse.Rehearsal(recorder.lines, list(calls), facts, leaves)
+    return rehearse.Rehearsal(recorder.lines, list(calls), call.returned, leaves)
 
 
 def _traced(
@@ -367,14 +373,20 @@ def _mode(request: Request, shape_env: Any = None) -> KernelFakeMode:
 
 
 def _setup(
-    request: Request, before: Snapshot, way: str, mode: KernelFakeMode | None = None
+    request: Request,
+    before: Snapshot,
+    way: str,
+    mode: KernelFakeMode | None = None,
+    sizes: shapes.Trace | None = None,
 ) -> _Setup:
-    """The call in a trace of its own; its fakes are of `mode` if no size is open."""
-    sizes, tracing, leaves = None, mode or _mode(request), request.leaves
+    """The call in a trace of its own; its fakes are of `mode` if no size is open.
+
+    Args:
+        sizes: the symbols of its open sizes; None: new ones.
+    """
+    tracing, leaves = mode or _mode(request), request.leaves
     if request.symbols or way != DIRECT:
-        ints = any(dim is None for places in request.symbols.values() for _, dim in places)
-        given = shapes.of_call(leaves, ints=ints)
-        sizes = shapes.Trace(request.symbols, given, request.data_sizes)
+        sizes = sizes or shapes.Trace.of(leaves, request.symbols, request.data_sizes)
         tracing = _mode(request, sizes.env)
         leaves = [sizes.number(i, leaf) for i, leaf in enumerate(leaves)]
     fakes: list[torch.Tensor] = []
@@ -384,7 +396,7 @@ def _setup(
             fake = fake_like(leaves[i], tracing)
             fake.requires_grad_(leaves[i].requires_grad)  # of an nn.Parameter too
         fakes.append(fake)
-    return _Setup(FlatCall(request, leaves), tuple(fakes), tracing, sizes, before, way)
+    return _Setup(FlatCall(request, leaves, sizes), tuple(fakes), tracing, sizes, before, way)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +410,7 @@ class _Setup:
         sizes: symbols of its open sizes, if it has any.
         before: what the model held.
         way: one of `WAYS`.
-        ghosts: take the place of the tensors of the model, in a rehearsal.
+        ghosts: makes what takes the place of the tensors of the model, in a rehearsal.
     """
 
     call: FlatCall
@@ -407,7 +419,7 @@ class _Setup:
     sizes: shapes.Trace | None
     before: Snapshot
     way: str
-    ghosts: bool = False
+    ghosts: ghosts.Table | None = None
 
     @contextlib.contextmanager
     def ready(self, runs: Runs = (), *, rehearses: bool = False) -> Iterator[list[calls.Call]]:
@@ -422,6 +434,8 @@ class _Setup:
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
             stack.callback(self.before.restore)
+            if self.sizes is not None:
+                enter(self.sizes.asked_once())
             if call.emulates_cuda:
                 enter(cuda_operators.substituted())
             if self.way == DYNAMO:
@@ -466,7 +480,9 @@ class _Setup:
     def _like(self, tensor: torch.Tensor, *kind: Any) -> torch.Tensor:
         """One without data in its place, of another dtype or device if `kind` says so."""
         return (
-            ghosts.ghost_like(tensor, *kind) if self.ghosts else fake_like(tensor, self.mode, *kind)
+            ghosts.ghost_like(tensor, *kind)
+            if self.ghosts is not None
+            else fake_like(tensor, self.mode, *kind)
         )
 
     def _around_fakes(

@@ -16,6 +16,7 @@ from fxshard._torch import (
     inductor,
     modes,
 )
+from fxshard._torch import sizes as torch_sizes
 from tests._torch.shared import aten
 
 
@@ -183,6 +184,19 @@ def test_fakes_in_one_storage_are_aliases() -> None:
     assert storage.nbytes() == 96
     with mode:
         assert (made[0] + made[1]).shape == (5, 4)
+
+
+def test_a_storage_of_an_open_size_leaves_it_open() -> None:
+    env = torch_sizes.ShapeEnv(duck_shape=False)
+    rows = torch_sizes.symbolic_size(env, "rows", 8)
+    mode = fake_tensors.FakeTensorMode(shape_env=env)
+    storage = fake_tensors.fake_storage(rows * 12)
+    where = (rows, 3), (3, 1), 0, torch.float32, torch.device("cpu")
+    made = fake_tensors.fake_of(mode, storage, *where)
+    assert (
+        made.shape[0].node.expr == rows.node.expr and made.untyped_storage().nbytes() == 12 * rows
+    )
+    assert not env.replacements
 
 
 def test_values_of_a_literal_under_a_fake_mode() -> None:

@@ -1,5 +1,6 @@
 """Contracts of what `fxshard._torch.modes` uses of torch."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import _pytree as pytree
 
 from fxshard._torch import (
+    fake_tensors,
     modes,
     modules,
     process_groups,
 )
+from fxshard._torch import sizes as torch_sizes
 
 
 def test_dispatch_modes_see_backward_and_collectives() -> None:
@@ -73,6 +76,18 @@ def test_outside_autocast_nothing_is_cast() -> None:
         assert (x @ x).dtype is torch.bfloat16
         with modes.outside_autocast():
             assert (x @ x).dtype is torch.float32
+
+
+def test_kernels_in_python_leave_sizes_open_that_those_in_cpp_close() -> None:
+    """Traces use them too. (ATen/native/ConstantPadNd.cpp)"""
+    closed = []
+    for kernels in (contextlib.nullcontext, modes.python_kernels):
+        env = torch_sizes.ShapeEnv(duck_shape=False)
+        rows = torch_sizes.symbolic_size(env, "rows", 8)
+        with kernels(), fake_tensors.FakeTensorMode(shape_env=env):
+            torch.nn.functional.pad(torch.empty(3, rows), (0, 1))
+        closed.append(bool(env.replacements))
+    assert closed == [True, False]
 
 
 def test_rng_is_kept() -> None:

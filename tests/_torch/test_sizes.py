@@ -1,5 +1,7 @@
 """Contracts of what `fxshard._torch.sizes` uses of torch."""
 
+import contextlib
+
 import sympy
 import torch
 import torch._dynamo
@@ -24,6 +26,25 @@ def test_symbolic_sizes_collect_what_is_asked_of_them() -> None:
     assert rows < 10
     assert [str(guard.expr) for guard in env.guards][-1] == str(symbol < 10)
     assert rows == columns and env.simplify(symbol) == env.simplify(torch_sizes.expression(columns))
+
+
+def test_what_is_asked_of_symbols_again_is_remembered() -> None:
+    found = []
+    for remembers in (False, True):
+        env = torch_sizes.ShapeEnv(duck_shape=False)
+        made = torch_sizes.symbolic_size(env, "rows", 8)
+        memory = torch_sizes.Remembered(env)
+        with memory.asked() if remembers else contextlib.nullcontext():
+            products = [made * 3 + 1 for _ in range(2)]
+            assert (products[0].node is products[1].node) == remembers
+            with env.suppress_guards():
+                assert made * 3 < 30, "an answer that leaves no guard"
+            for _ in range(2):
+                assert made * 3 < 30
+            halves = made * 1.0, made / 2, made // 2, made % 2 == 0, -made
+        found.append(([str(guard.expr) for guard in env.guards], str(halves), str(products)))
+    assert found[0] == found[1]
+    assert any("< 30" in guard or "< 10" in guard for guard in found[0][0])
 
 
 def test_sizes_are_in_functions_of_sympy() -> None:

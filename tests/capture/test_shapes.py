@@ -372,6 +372,41 @@ def test_the_condition_that_a_call_breaks_is_told() -> None:
         ours(rows(8, 8))
 
 
+class OwnLimit(nn.Module):
+    """f32 (batch, 8) -> same; more rows than `most` pass it by."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.linear, self.most = nn.Linear(8, 8), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() if x.shape[0] <= self.most else x
+
+
+class Limits(nn.Module):
+    """f32 (batch, 8) -> a scalar; a few of its blocks are traced, and one in between has a limit.
+
+    It pads first: the kernel in C++ takes an open size as a number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OwnLimit(20 if i == 5 else 99) for i in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (0, 0, 0, 1))[:-1]
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def test_what_a_block_that_is_not_traced_asks_of_a_size_holds_too() -> None:
+    eager, ours = pair(Limits())
+    for size in (4, 5, 12, 24, 25, 20):
+        assert_step_as_eager(eager, ours, rows(size, 8))
+    assert len(ours._fxshard.variants) == 3, "up to 20 rows, and above"
+
+
 def test_each_program_is_announced_once_with_its_reason(
     caplog: Any, capsys: Any, monkeypatch: Any
 ) -> None:

@@ -17,17 +17,36 @@ from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.capture import strides
 from fxshard.capture.repeat.places import Formless
 
+Size = Any  # an int, or a torch.SymInt: open sizes are symbols
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """All that an operator may ask of a tensor but its values."""
+    """All that an operator may ask of a tensor but its values.
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    Attributes:
+        shape, stride, offset: of it, in elements; open sizes are symbols.
+        dtype, device: of it.
+        nbytes: of its storage.
+        key: all of that, hashable: forms of equal keys are equal.
+    """
+
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    offset: Size
     dtype: torch.dtype
     device: torch.device
-    nbytes: int  # of its storage
+    nbytes: Size
+    key: tuple[Any, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        numbers = (*self.shape, *self.stride, self.offset, self.nbytes)
+        key = (len(self.shape), self.dtype, self.device, *map(_hashable, numbers))
+        object.__setattr__(self, "key", key)
+
+
+def _hashable(size: Size) -> Any:
+    return size if type(size) is int else sizes.expression(size)
 
 
 class Ghost(Tensor):
@@ -95,7 +114,7 @@ class Table:
         if not all(isinstance(tensor, Ghost) for tensor in tensors):
             return self._worked_out(func, args, kwargs, tensors)[1]  # reads values, perhaps
         forms: list[Any] = [tensor.form for tensor in tensors]  # type: ignore[attr-defined]
-        key = (func, constants, tuple(forms))
+        key = (func, constants, tuple(form.key for form in forms))
         if key in self._made:
             return _result(self._made[key], tensors)
         self._made[key], result = self._worked_out(func, args, kwargs, tensors)
@@ -118,7 +137,7 @@ class Table:
         with self.mode:
             out = func(*swap(args), **swap(kwargs))
         for tensor in tensors:
-            if isinstance(tensor, Ghost) and form_of(fakes[id(tensor)]) != tensor.form:
+            if isinstance(tensor, Ghost) and form_of(fakes[id(tensor)]).key != tensor.form.key:
                 raise Formless(f"{func} changes the shape of a tensor in place")
         order = [id(fakes.get(id(tensor), tensor)) for tensor in tensors]
         recipe = _recipe(out, order)
@@ -134,7 +153,7 @@ class Table:
 
 def form_of(tensor: Tensor) -> Form:
     """The form of a fake tensor."""
-    offset, nbytes = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+    offset, nbytes = tensor.storage_offset(), tensor.untyped_storage().nbytes()
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     return Form(shape, stride, offset, tensor.dtype, tensor.device, nbytes)
 
