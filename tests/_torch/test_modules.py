@@ -76,3 +76,22 @@ def test_tools_of_torch_see_nothing_and_come_back() -> None:
         assert counter.get_total_flops() == 0
     mine.remove()
     assert ran == [linear]
+
+
+def test_what_is_said_of_hooks_is_by_their_numbers() -> None:
+    def hook(*given: Any) -> None:
+        pass
+
+    module = nn.Linear(2, 2)
+    plain = module.register_forward_hook(hook)
+    with_kwargs = module.register_forward_hook(hook, with_kwargs=True)
+    always = module.register_forward_hook(hook, always_call=True)
+    before = module.register_forward_pre_hook(hook, with_kwargs=True)
+    assert [modules.how_called(module, h.id) for h in (plain, with_kwargs, always, before)] == [
+        (False, False, False, None),
+        (True, False, False, None),
+        (False, True, False, None),
+        (False, False, True, None),
+    ]
+    module.register_full_backward_hook(hook)
+    assert modules.how_called(module, plain.id)[-1] is True
