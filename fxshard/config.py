@@ -463,6 +463,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and not _is_factor(value):
                 raise ConfigError(f"{name}={value!r}: expected a number > 0, and a finite one.")
+            if value is not None:
+                object.__setattr__(self, name, float(value))
             if value is not None and self.reduce_op != "avg":
                 raise ConfigError(
                     f"{name}={value!r} has no meaning with reduce_op={self.reduce_op!r}: only an "

@@ -10,6 +10,8 @@ twentieth of the cost.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -33,6 +35,7 @@ from fxshard.capture.swapped import users_class
 from fxshard.errors import TextError
 from fxshard.ir import text
 from fxshard.ir.program import Program
+from fxshard.ir.units import Unit
 
 Capture = Callable[..., Program]
 FOLDER = "FXSHARD_TEST_TRACES"  # the variable that names the folder of this run's texts
@@ -154,6 +157,8 @@ def _once_in_a_run(key: str, capture: Callable[[], Program]) -> Program:
 
 def _written(program: Program) -> bytes | None:
     """None for what holds only in this process: functions of a user's, names of its groups."""
+    program = copy.copy(program)  # a trace knows no ranks: what the units of this call say of them
+    program.units = tuple(map(_without_meshes, program.units))
     try:
         written = text.write(program)
     except TextError:
@@ -161,6 +166,11 @@ def _written(program: Program) -> bytes | None:
     if "c10d" in written:
         return None
     return pickle.dumps((written, dict(program.constants)))
+
+
+def _without_meshes(unit: Unit) -> Unit:
+    params = tuple(dataclasses.replace(param, mesh="") for param in unit.params)
+    return dataclasses.replace(unit, params=params)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -203,7 +203,7 @@ def propagation_unseen() -> Iterator[None]:
         yield
 
 
-STATES: str = STATE_KEY  # where modules keep the states of torch's composable functions
+_OWNER: Any = fully_shard.__wrapped__  # type: ignore[attr-defined]  # whose state it is
 
 
 def set_state(module: nn.Module, state: Any) -> None:
@@ -211,8 +211,19 @@ def set_state(module: nn.Module, state: Any) -> None:
 
     (torch/distributed/_composable/contract.py, ``contract``)
     """
-    function: Any = fully_shard
-    module.__dict__[STATES] = {function.__wrapped__: state}
+    module.__dict__.setdefault(STATE_KEY, {})[_OWNER] = state
+
+
+def without_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a module without what `set_state` put there; with those of other functions."""
+    others = {of: state for of, state in attributes.get(STATE_KEY, {}).items() if of is not _OWNER}
+    rest = {name: value for name, value in attributes.items() if name != STATE_KEY}
+    return rest | ({STATE_KEY: others} if others else {})
+
+
+def forget_state(module: nn.Module) -> None:
+    """Undo `set_state`."""
+    module.__dict__.get(STATE_KEY, {}).pop(_OWNER, None)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fxshard._torch.fully_sharded import STATES
+from fxshard._torch import fully_sharded
 from fxshard.capture import hf
 from fxshard.capture.swapped import (
     METHODS,
@@ -44,8 +44,6 @@ from fxshard.runtime.unit_modules import (
     subclass_of,
     unit_class,
 )
-
-_OURS = (STATE, STATES)  # what fxshard adds to the attributes of a model
 
 
 class FxshardModule(FsdpMethods):
@@ -113,7 +111,7 @@ class FxshardModule(FsdpMethods):
         made = object.__new__(type(self))
         memo[id(self)] = made
         runtime = copy.deepcopy(self._fxshard, memo)  # first: it knows how to copy parameters
-        rest = {key: value for key, value in self.__dict__.items() if key not in _OURS}
+        rest = _users_attributes(self.__dict__)
         made.__dict__.update(copy.deepcopy(rest, memo))
         made.__dict__[STATE] = runtime
         runtime.note_parts()
@@ -133,7 +131,7 @@ class FxshardModule(FsdpMethods):
         self._fxshard.require_plain(slots, "cannot be pickled with its module")
         state: Any = super().__getstate__()
         if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key not in _OURS}
+            state = _users_attributes(state)
         fsdp2 = isinstance(self, FSDPModule)
         made_of = users_class(self), vars(type(self))[METHODS], fsdp2
         return _unpickled, made_of, (state, self._fxshard)
@@ -183,6 +181,11 @@ def as_fsdp_module(model: nn.Module, runtime: Runtime) -> None:
         as_stage(model)
 
 
+def _users_attributes(held: dict[str, Any]) -> dict[str, Any]:
+    """Those of a model without what fxshard adds."""
+    return fully_sharded.without_state({k: v for k, v in held.items() if k != STATE})
+
+
 def released(model: nn.Module) -> Runtime:
     """Give `model` its own class back. Its parameters stay sharded, for a model that holds it.
 
@@ -190,7 +193,7 @@ def released(model: nn.Module) -> Runtime:
         The runtime that the model had.
     """
     runtime: Runtime = model.__dict__.pop(STATE)
-    model.__dict__.pop(STATES, None)
+    fully_sharded.forget_state(model)
     model.__class__ = users_class(model)
     runtime.inside.put_back(model)
     return runtime

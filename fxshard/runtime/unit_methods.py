@@ -190,7 +190,7 @@ class UnitMethods(nn.Module):
             )
         config = runtime.config.changed({"gradient_divide_factor": factor})  # which checks it
         if runtime.unit_calls:
-            runtime.set_units([own], divide_factor=factor)
+            runtime.set_units([own], divide_factor=config.gradient_divide_factor)
         else:
             runtime.config = config
 

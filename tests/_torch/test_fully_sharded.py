@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import pipelining
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, _op_schema
@@ -254,11 +255,17 @@ def test_a_subclass_on_a_remembered_device_is_on_the_cpu_for_autograd() -> None:
 
 
 def test_a_state_is_found_where_schedules_look_for_fsdp2s() -> None:
-    module, state = nn.Linear(2, 2), object()
+    """Beside those of torch's other composable functions."""
+    module, state = checkpoint(nn.Linear(2, 2)), object()
     assert fully_shard.state(module) is None  # type: ignore[attr-defined]
     fully_sharded.set_state(module, state)
     assert fully_shard.state(module) is state  # type: ignore[attr-defined]
-    assert fully_sharded.STATES in module.__dict__
+    rest = nn.Linear(2, 2)
+    rest.__dict__.update(fully_sharded.without_state(module.__dict__))
+    fully_sharded.forget_state(module)
+    for each in (module, rest):
+        assert fully_shard.state(each) is None  # type: ignore[attr-defined]
+        assert checkpoint.state(each).enable_hook
     asked = inspect.getsource(pipelining.PipelineStage.perform_reduce_grad)
     for name in (
         "_state_ctx.all_states",

@@ -55,6 +55,7 @@ OTHER: dict[str, Any] = {
     "pipeline_stage": True,
     "max_variants": 3,
     "dynamic": False,
+    "data_sizes": {"layers.*": 4},
     "device": "cuda",
     "memory_budget": "80GiB",
     "passes": default_passes(Config())[:3],

@@ -162,7 +162,7 @@ def test_tensor_subclasses_are_refused(ranks: Any) -> None:
         assert found.startswith("StepError") and "'0.weight', a Narrow" in found
     model = wrapped(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)), Narrow)
     plan = fxshard.plan(model, (torch.ones(2, 4),), world_size=2, optimizer=torch.optim.Muon)
-    with pytest.raises(fxshard.ConfigError, match=r"'0.weight', of a tensor subclass, has an"):
+    with pytest.raises(fxshard.ConfigError, match=r"'0.weight', of a tensor subclass .* an update"):
         plan.dump()
 
 
