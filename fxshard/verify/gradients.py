@@ -393,9 +393,15 @@ def _piece(value: fx.Node, item: fx.Node) -> tuple[Any, ...]:
 def equal_chunks(program: Program) -> None:
     """Every collective's buffers are its size times its inputs (or the inverse), row-wise."""
     grids = program.grids.values()
+    of_model: dict[str | None, tuple[Any, ...]] = {}  # group -> number and name of its ranks
     for node in program.graph.nodes:
         group = ops.group(node)
-        if group is not None:
+        if ops.of(node).of_model:
+            who = node.args[1], *(ops.argument(node, name) for name in ("ranks", "stride"))
+            if of_model.setdefault(group, who) != who:
+                what = f"%{node.name} is one of the ranks {who}, but {group!r} has "
+                fail(program, Fact.EQUAL_CHUNKS, node, what + f"{of_model[group]}.")
+        elif group is not None:
             size = next(filter(None, (grid.size(group) for grid in grids)), None)
             if node.args[1] != size:
                 what = f"%{node.name} is one of {node.args[1]} ranks, but {group!r} has {size}."
