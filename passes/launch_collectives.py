@@ -120,8 +120,10 @@ def ordered(run: list[fx.Node], calls: set[fx.Node]) -> list[fx.Node]:
     """`run` with the launches, `calls`, as early and the waits as late as their data allow.
 
     All that does not depend on a wait that is to come runs before it, in the order of the trace.
+    Launches keep their order.
     """
     at = {node: i for i, node in enumerate(run)}
+    mine = [node for node in run if node in calls]
     waits = [node for node in run if is_wait(node)]
     bits = {wait: 1 << i for i, wait in enumerate(waits)}
     behind: dict[fx.Node, int] = {}  # bits of the waits that a node comes after
@@ -143,13 +145,16 @@ def ordered(run: list[fx.Node], calls: set[fx.Node]) -> list[fx.Node]:
         found.update(dict.fromkeys(sorted(needed, key=at.__getitem__)))
 
     while len(found) < len(run):
-        for node in run:
-            if node in calls and node not in found and not behind[node] & ~over:
-                take(node)
+        for call in mine:
+            if call not in found:
+                if behind[call] & ~over:
+                    break  # the order of launches stays: other ranks may have other data
+                take(call)
         left = [wait for wait in waits if wait not in found]
         for node in run:
             runs_nothing = left and tags.aliases_input(node)
-            if node not in found and not behind[node] & ~over and not runs_nothing:
+            ready = node not in found and node not in calls and not behind[node] & ~over
+            if ready and not runs_nothing:
                 take(node)
         if left:
             take(left[0])

@@ -285,7 +285,25 @@ def note_ranks(node: fx.Node) -> None:
     """Note which ranks take part in a functional collective, while its group is there."""
     name = node.args[-1]
     if isinstance(name, str):
-        node.meta[_RANKS] = Ranks.of(name)
+        note(node, Ranks.of(name))
+
+
+def note(node: fx.Node, ranks: Ranks) -> None:
+    """Note that they take part in a functional collective."""
+    node.meta[_RANKS] = ranks
+
+
+_CALLED = "fxshard_called"  # in the metadata of what stands for a functional collective
+
+
+def note_call(node: fx.Node) -> None:
+    """Note what `node`, which stands for a functional collective, is called with."""
+    node.meta[_CALLED] = node.args[1:]
+
+
+def is_called_otherwise(node: fx.Node) -> bool:
+    """True if what has been noted of `node` holds no more."""
+    return _CALLED in node.meta and node.meta[_CALLED] != node.args[1:]
 
 
 def note_same_ranks(node: fx.Node, other: fx.Node) -> None:

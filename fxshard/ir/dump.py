@@ -100,6 +100,8 @@ def line(node: fx.Node, program: Program | None = None) -> str:
         role = "input" if tag is None else "saved" if tag.role == "compute" else tag.role
         return f"%{node.name}{type_} = {role} {tag.fqn or '' if tag else ''}".rstrip()
     arguments = [_argument(a) for a in node.args]
+    if ops.of(node).of_model:
+        del arguments[ops.PLACE_OF_RANKS]  # torch's name of the group: other ranks have others
     group = program.group_of(node) if program is not None and is_collective(node) else None
     if group is not None:
         arguments[-1] = group

@@ -98,6 +98,7 @@ class OpSpec:
         return self.stream != "compute"
 
 
+PLACE_OF_RANKS = 3  # of the argument `ranks` of a collective of the model's
 OPERATORS: dict[Any, OpSpec] = {}  # by what a node calls
 _BY_ID: dict[int, OpSpec] = {}  # for `of`: torch hashes its operators in Python
 _COMPUTE = OpSpec("", role="compute", text="compute")  # of an operator that is none of ours

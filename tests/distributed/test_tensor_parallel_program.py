@@ -60,12 +60,12 @@ def test_bytes_are_those_of_the_tracker(job: Job, options: dict[str, Any]) -> No
 
 def test_collectives_are_named_by_their_dimension() -> None:
     plan = planned(Job(of_an_mlp, model=Mlp))
-    lines = [line for line in collectives(plan.program) if "_c10d" in line]
-    assert len(lines) == 3 and all("all_reduce.default sum group=tp size=2" in x for x in lines)
+    lines = [line for line in collectives(plan.program) if "group=tp" in line]
+    want = "fxshard.model_all_reduce group=tp size=2 op=sum bytes="
+    assert len(lines) == 3 and all(want in line for line in lines)
     assert sum("group=shard size=2" in line for line in collectives(plan.program)) > 4
     nodes = [n for n in plan.program.graph.nodes if "all_reduce" in str(n.target)]
-    assert all(", sum, tp)" in dump.line(node, plan.program) for node in nodes)
-    assert "(tp: 1 all-reduce)" in plan.dump()
+    assert all(", 2, tp, sum, 1)" in dump.line(node, plan.program) for node in nodes)
 
 
 def test_collectives_take_time_of_their_own_ranks() -> None:

@@ -36,6 +36,7 @@ NAMES = [
     "insert-unshard",
     "insert-reduce",
     "prefetch",
+    "launch-collectives",
     "reinplace",
     "insert-free",
     "annotate-streams",

@@ -127,6 +127,11 @@ class InProcessWorld:
     def _groups(self, row: fx.Node) -> list[range]:
         """The groups of ranks that run an operator together."""
         group = ops.group(row)
+        if ops.of(row).of_model:
+            size, stride = int(row.args[1]), ops.argument(row, "stride")  # type: ignore[arg-type]
+            firsts = range(0, self.ranks, size * stride)
+            every = (first + i for first in firsts for i in range(stride))
+            return [range(first, first + size * stride, stride) for first in every]
         grid = self.grids[(group or "").partition("@")[2]]
         if layout.kind_of_group(group) == "replicate":
             return [range(shard, self.ranks, grid.shards) for shard in range(grid.shards)]
