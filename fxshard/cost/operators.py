@@ -208,10 +208,13 @@ def collective(node: fx.Node, world_size: int, apart: int = 1) -> Collective:
             return Collective(total, world_size, 1, passes)
         return Collective(total, ranks.size, ranks.stride, passes)
     spec, ranks = ops.of(node), int(cast(int, node.args[1]))
+    between = apart * (world_size if kind_of_group(ops.group(node)) == "replicate" else 1)
+    if spec.of_model:
+        between = ops.argument(node, "stride")
     return Collective(
         total=_sent(node) * ranks ** max(0, spec.grows),
         ranks=ranks,
-        stride=apart * (world_size if kind_of_group(ops.group(node)) == "replicate" else 1),
+        stride=between,
         passes=spec.passes,
     )
 

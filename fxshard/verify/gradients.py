@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxshard._torch.traced_collectives import is_called_otherwise
 from fxshard.ir import dump, ops, tags, transfers
 from fxshard.ir.layout import ParamLayout, gathered, split_by_rank
 from fxshard.ir.program import Fact, Program, Result
@@ -398,6 +399,9 @@ def equal_chunks(program: Program) -> None:
         group = ops.group(node)
         if ops.of(node).of_model:
             who = node.args[1], *(ops.argument(node, name) for name in ("ranks", "stride"))
+            if is_called_otherwise(node):
+                what = f"%{node.name} is not what the model has called."
+                fail(program, Fact.EQUAL_CHUNKS, node, what)
             if of_model.setdefault(group, who) != who:
                 what = f"%{node.name} is one of the ranks {who}, but {group!r} has "
                 fail(program, Fact.EQUAL_CHUNKS, node, what + f"{of_model[group]}.")
