@@ -427,7 +427,7 @@ class _Variant:
             return False
         tensors = {f"input {i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
         for name in bound.fqns("buffer"):
-            module, key = owner.buffer_slots[name]
+            module, key = owner.structure.buffers[name]
             tensors[f"buffer {name}"] = module.get_buffer(key)
         places = {n: t.untyped_storage().data_ptr() for n, t in tensors.items() if t.numel()}
         shared = collections.Counter(places.values())
@@ -502,7 +502,7 @@ def _handle_of(arg: Any) -> tuple[Runtime | None, str]:
 def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
     """Which inputs of a graph are parameters or buffers of the model."""
     known: dict[int, tuple[str, str]] = {}
-    for name, (module, key) in owner.buffer_slots.items():
+    for name, (module, key) in owner.structure.buffers.items():
         known.setdefault(id(module._buffers[key]), ("buffer", name))
     for fqn in owner.ignored:
         known[id(owner.ignored_param(fqn))] = ("ignored", fqn)

@@ -36,7 +36,7 @@ from fxshard.errors import ConfigError, StepError, UnitError
 from fxshard.ir.units import Unit, ignored_of
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
-from fxshard.runtime.store import ParameterStore
+from fxshard.runtime.store.parameters import ParameterStore
 
 RUNTIME, HANDLES = "_fxshard_runtime", "_fxshard_handles"  # attributes besides the user's own
 SHARDED: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all models that `attach` was given

@@ -511,15 +511,16 @@ class Runtime(Phases):
         return kind.having(STARTS, starts[-1]) if starts else kind
 
     def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
+        tree = self.structure.modules
         return {
-            "train or eval": tuple(module.training for module in self.tree),
+            "train or eval": tuple(module.training for module in tree),
             "requires_grad of a parameter": (
                 *(slot.tensor.requires_grad for slot in self.slots.values()),
                 *(self.ignored_param(fqn).requires_grad for fqn in self.ignored),
             ),
             "a buffer": tuple(
                 (buffer.shape, buffer.dtype, buffer.device, buffer.requires_grad)
-                for module, key in self.buffer_slots.values()
+                for module, key in self.structure.buffers.values()
                 if (buffer := module._buffers[key]) is not None
             ),
             STARTS: None,
@@ -527,8 +528,10 @@ class Runtime(Phases):
             SUMS: self._sums() if grad else (True, (), ()),
             KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),
-            "an attribute of a module that forward reads": self.attributes.number(self.tree),
-            "a hook of a module": self.hooks.state(self.tree[1:]),
+            "an attribute of a module that forward reads": self.attributes.number(
+                self.structure.modules
+            ),
+            "a hook of a module": self.hooks.state(tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }
