@@ -19,7 +19,10 @@ from fxshard.arguments import check_called, check_flag, check_progress
 from fxshard.bytesize import is_count, parse_budget
 from fxshard.capture import attributes, shapes, trace
 from fxshard.capture.held import copied
-from fxshard.config import Config, Options, grid, with_options
+from fxshard.config.checked import Config
+from fxshard.config.docs import with_options
+from fxshard.config.options import Options
+from fxshard.config.world_size import grid
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.dryrun.fsdp2 import Fsdp2Memory, Recipe, run_fsdp2
 from fxshard.dynamo import graphs

@@ -26,7 +26,11 @@ from fxshard import verify
 from fxshard._torch import modes, trees
 from fxshard.bytesize import parse_bytes
 from fxshard.capture import normalize, shapes, trace
-from fxshard.config import Config, Options, Precision, environment, is_pass, with_options
+from fxshard.config.checked import Config, is_pass
+from fxshard.config.docs import with_options
+from fxshard.config.environment import environment
+from fxshard.config.options import Options
+from fxshard.config.precision import Precision
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
 from fxshard.host import collector, files, progress
 from fxshard.ir import dump, tags

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import pipeline
 from fxshard._torch import dynamo, export, trees
-from fxshard.config import Config, notice
+from fxshard.config.checked import Config
+from fxshard.config.environment import notice
 from fxshard.dynamo.replay import Bound, Interpreter, Run, relocated, stand_ins, unwraps
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.host.progress import task

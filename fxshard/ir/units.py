@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from fxshard._torch import fake_tensors
 from fxshard._torch import modules as torch_modules
 from fxshard._torch.dtensors import local_part
-from fxshard.config import KEEPING, Config, Precision
+from fxshard.config.checked import Config
+from fxshard.config.options import KEEPING
+from fxshard.config.precision import Precision
 from fxshard.errors import CaptureError, ConfigError, UnitError
 from fxshard.ir import meshes
 from fxshard.ir.extensions import Extension, extension_of, has_extension

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fxshard.bytesize import size_text
-from fxshard.config import grid
+from fxshard.config.world_size import grid
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.ir.units import configured_units

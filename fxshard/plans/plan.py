@@ -16,7 +16,8 @@ from fxshard.arguments import check_flag
 from fxshard.bytesize import counts, is_size
 from fxshard.capture import shapes
 from fxshard.codegen.emit import emit, require_schedule
-from fxshard.config import Config, grid
+from fxshard.config.checked import Config
+from fxshard.config.world_size import grid
 from fxshard.cost import timeline
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.cost.timeline import Estimate

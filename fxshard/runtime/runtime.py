@@ -22,7 +22,8 @@ from fxshard.capture.functions import Hooks
 from fxshard.capture.swapped import Inside, as_users_own
 from fxshard.codegen.emit import Executor
 from fxshard.codegen.optimizer import OnShards, on_shards, stepped
-from fxshard.config import Config, notice
+from fxshard.config.checked import Config
+from fxshard.config.environment import notice
 from fxshard.errors import FxshardError, StepError
 from fxshard.host.progress import task
 from fxshard.ir import transfers

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd, dtensors
 from fxshard._torch.dtensors import joined, local_part
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import StepError, UnitError
 from fxshard.ir.extensions import Extension
 from fxshard.ir.layout import Grid, ParamLayout, chunk_of, flat_numels, without_padding

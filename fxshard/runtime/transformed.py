@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxshard._torch import transforms, trees
 from fxshard.capture.swapped import as_users_own, users_class
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.errors import StepError
 from fxshard.runtime import state
 from fxshard.runtime.store.reads import ReadableStore

@@ -37,7 +37,8 @@ from fxshard._torch import trees
 from fxshard.capture import precision
 from fxshard.capture.held import copied
 from fxshard.codegen.optimizer import OnShards
-from fxshard.config import Precision, grid
+from fxshard.config.precision import Precision
+from fxshard.config.world_size import grid
 from fxshard.ir import meshes
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Unit, buffer_dtypes, configured_units

@@ -32,7 +32,8 @@ from fxshard._torch import trees
 from fxshard.capture import precision
 from fxshard.capture.held import copied
 from fxshard.codegen.optimizer import OnShards
-from fxshard.config import Config, grid
+from fxshard.config.checked import Config
+from fxshard.config.world_size import grid
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Unit

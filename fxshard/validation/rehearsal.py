@@ -10,7 +10,7 @@ import torch
 from fxshard._torch import inductor, trees
 from fxshard.capture.held import copied
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import grid
+from fxshard.config.world_size import grid
 from fxshard.errors import StepError
 from fxshard.ir.program import Program
 from fxshard.ir.units import configured_units

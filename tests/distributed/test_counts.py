@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir.units import find_units
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import sharded

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard import pipeline, verify
 from fxshard.codegen.emit import emit
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, TextError
 from fxshard.ir import dump, ops, tags, text
 from fxshard.ir.program import Program

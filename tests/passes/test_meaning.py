@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from fxshard import pipeline
 from fxshard.capture import trace
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir.program import Program
 from fxshard.ir.units import find_units
 from fxshard.passes.insert_step import InsertStep

@@ -19,7 +19,7 @@ import torch
 
 from fxshard import pipeline
 from fxshard.capture import trace
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.ir import dump, ops, tags
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxshard import pipeline
 from fxshard.capture import trace
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.ir.program import Program
 from fxshard.ir.units import find_units
 from fxshard.passes.insert_reduce import InsertReduce

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fxshard import pipeline, verify
 from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor
-from fxshard.config import Config, Precision
+from fxshard.config.checked import Config
+from fxshard.config.precision import Precision
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program

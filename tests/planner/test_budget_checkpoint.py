@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.cost import activations
 from fxshard.errors import ConfigError
 from fxshard.ir import tags

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir.units import configured_units
 from fxshard.verify.certificate import collectives
 from tests.fsdp2 import full

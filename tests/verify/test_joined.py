@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxshard import pipeline, verify
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags, text
 from fxshard.ir.needs import Needs, merged

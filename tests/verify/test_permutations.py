@@ -15,7 +15,7 @@ import pytest
 from torch.utils._pytree import tree_flatten
 
 from fxshard import pipeline
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, PassError, VerifyError
 from fxshard.ir.program import Fact, Program
 from tests import graphs, interpreter

@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard
 
 from fxshard import pipeline, verify
 from fxshard.capture import trace
-from fxshard.config import Config, Precision
+from fxshard.config.checked import Config
+from fxshard.config.precision import Precision
 from fxshard.errors import VerifyError
 from fxshard.ir import dump, ops, tags, transfers
 from fxshard.ir.program import Fact, Program

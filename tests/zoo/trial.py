@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.capture import trace
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, UnknownSizeError
 from fxshard.ir.units import configured_units
 from fxshard.validation.numerics import largest_difference, largest_value

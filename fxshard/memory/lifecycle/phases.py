@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir.program import Program
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange

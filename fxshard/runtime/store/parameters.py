@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd
 from fxshard._torch.dtensors import local_part
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.errors import StepError
 from fxshard.ir import meshes
 from fxshard.ir.program import Program

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd
 from fxshard.bytesize import parse_bytes
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import StepError
 from fxshard.ir import layout
 from fxshard.passes.insert_reduce import InsertReduce
