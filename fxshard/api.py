@@ -29,7 +29,8 @@ from fxshard.dynamo import graphs
 from fxshard.errors import ConfigError, UnitError, UnknownSizeError
 from fxshard.host.progress import say, task
 from fxshard.ir.layout import Grid
-from fxshard.ir.units import Unit, check_reshard, configured_units, placed
+from fxshard.ir.splitting import configured_units, placed
+from fxshard.ir.units import Unit, check_reshard
 from fxshard.memory.report import MemoryReport
 from fxshard.pipeline import Observer, make_program
 from fxshard.planner import budget

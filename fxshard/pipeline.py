@@ -38,13 +38,9 @@ from fxshard.ir.domain import Sizes, Symbols
 from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import (
-    Unit,
-    check_constants,
-    check_reshard,
-    checkpointed_modules,
-    with_precision,
-)
+from fxshard.ir.shardable import check_constants
+from fxshard.ir.unit_options import checkpointed_modules
+from fxshard.ir.units import Unit, check_reshard, with_precision
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits

@@ -25,7 +25,8 @@ from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.host import collector, progress
 from fxshard.ir import domain, dump, meshes, tags, transfers
 from fxshard.ir.program import Program
-from fxshard.ir.units import Unit, configured_units
+from fxshard.ir.splitting import configured_units
+from fxshard.ir.units import Unit
 from fxshard.memory import liveness, schedule, symbolic
 from fxshard.memory.explain import WhatIf
 from fxshard.memory.formula import Range, StepFormulas

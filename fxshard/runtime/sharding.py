@@ -19,7 +19,8 @@ from fxshard.errors import StepError, UnitError
 from fxshard.ir.extensions import Extension
 from fxshard.ir.layout import Grid, ParamLayout, chunk_of, flat_numels, without_padding
 from fxshard.ir.layout import layouts as layouts_of
-from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
+from fxshard.ir.shardable import check_shardable, note_replaced
+from fxshard.ir.units import Param, Unit
 from fxshard.runtime.initialise import (
     check_fillable,
     full_tensors,

@@ -13,7 +13,7 @@ from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config.world_size import grid
 from fxshard.errors import StepError
 from fxshard.ir.program import Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.memory.category import Category
 from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.workload import Workload

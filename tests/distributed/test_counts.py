@@ -12,7 +12,7 @@ import fxshard
 from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.config.checked import Config
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import sharded
 from fxshard.runtime.sharding import Sharding

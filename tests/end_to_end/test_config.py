@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import fxshard
 from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
-from fxshard.ir.units import checkpointed_modules
+from fxshard.ir.unit_options import checkpointed_modules
 from fxshard.pipeline import default_passes
 
 

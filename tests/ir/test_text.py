@@ -20,7 +20,7 @@ from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, TextError
 from fxshard.ir import dump, ops, tags, text
 from fxshard.ir.program import Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from tests import captures, graphs, texts
 from tests.passes.passes_cases import marked
 from tests.verify.test_verify_strategies import HALF, SETTINGS, traced

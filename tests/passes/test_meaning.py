@@ -18,7 +18,7 @@ from fxshard import pipeline
 from fxshard.capture import trace
 from fxshard.config.checked import Config
 from fxshard.ir.program import Program
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.passes.insert_step import InsertStep
 from tests import graphs, interpreter
 from tests.interpreter import Found, Values

@@ -23,7 +23,7 @@ from fxshard.config.precision import Precision
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify import orders
 from tests import graphs, streams

@@ -17,7 +17,7 @@ from fxshard.cost import activations
 from fxshard.errors import ConfigError
 from fxshard.ir import tags
 from fxshard.ir.program import Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.memory.category import Category, State
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits

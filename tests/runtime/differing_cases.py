@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxshard
 from fxshard.config.checked import Config
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.verify.certificate import collectives
 from tests.fsdp2 import full
 from tests.oracles import count_collectives

@@ -20,7 +20,7 @@ import fxshard
 from fxshard._torch import process_groups
 from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, RankMismatchError
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.runtime.sharding import Sharding, shard_parameters
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld

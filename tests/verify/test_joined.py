@@ -15,7 +15,7 @@ from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags, text
 from fxshard.ir.needs import Needs, merged
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.verify.certificate import agreement, collectives
 from tests.runtime.differing_cases import CASES
 from tests.texts import assert_equal

@@ -22,7 +22,7 @@ from fxshard.config.precision import Precision
 from fxshard.errors import VerifyError
 from fxshard.ir import dump, ops, tags, transfers
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.verify import walk
 from tests import graphs
 from tests.graphs import BF16

@@ -22,8 +22,9 @@ from fxshard._torch.dtensors import local_part
 from fxshard.config.precision import Precision
 from fxshard.errors import StepError
 from fxshard.ir import meshes
+from fxshard.ir.names import is_under
 from fxshard.ir.program import Program
-from fxshard.ir.units import Param, Reductions, Unit, buffer_dtypes, index_of, is_under
+from fxshard.ir.units import Param, Reductions, Unit, buffer_dtypes, index_of
 from fxshard.runtime import eager, loading, replaced, state
 from fxshard.runtime.initialise import NanWhereEmpty, holds_nan
 from fxshard.runtime.sharding import Sharding, Slot, home_of_shards, shard_parameters

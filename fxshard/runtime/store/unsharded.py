@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fxshard._torch import autograd
 from fxshard.errors import ConfigError, StepError
-from fxshard.ir.units import index_of, is_under
+from fxshard.ir.names import is_under
+from fxshard.ir.units import index_of
 from fxshard.runtime import state
 from fxshard.runtime.sharding import Sharding, Slot
 from fxshard.runtime.store.reads import ReadableStore
