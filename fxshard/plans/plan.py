@@ -31,6 +31,7 @@ from fxshard.memory import liveness, schedule, symbolic
 from fxshard.memory.explain import WhatIf
 from fxshard.memory.formula import Range, StepFormulas
 from fxshard.memory.gradients import unreached
+from fxshard.memory.held import held_ranges
 from fxshard.memory.in_backward import trace_in_backward
 from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
@@ -228,7 +229,7 @@ class Plan:
         self._require_known_sizes()
         step = self.optimizer_step
         loss, work = self._loss, self.workload
-        held = liveness.held_ranges(work.module, work.call, self.program, loss)
+        held = held_ranges(work.module, work.call, self.program, loss)
         device = str(self.config.device or self.program.device.type)
         scheduled = None
         if self.config.pipeline_stage and self.program.signature.training:
@@ -366,7 +367,7 @@ class Plan:
         if loss is not None and work.loss is not None:
             kept = work.keep_outputs
             loss = loss_with_formulas(self.program, work.loss, loss, keep_outputs=kept)
-        held = liveness.held_ranges(work.module, work.call, self.program, loss, formulas=True)
+        held = held_ranges(work.module, work.call, self.program, loss, formulas=True)
         found = liveness.analyse(
             self.programs, held, step, loss, self.program.device.type, formulas=True
         )
@@ -439,7 +440,7 @@ class Plan:
             return []  # what torch gathers of DTensors on two dimensions is not known here
         work, config = self.workload, self.config
         step = self.step_after_backward()
-        held = liveness.held_ranges(work.module, work.call, self.program)
+        held = held_ranges(work.module, work.call, self.program)
         return lifecycle(self.program, config, work.module, held, step)
 
     def replan(self, **changes: Unpack[Changes]) -> Plan:

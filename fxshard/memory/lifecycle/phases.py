@@ -50,7 +50,7 @@ def lifecycle(
         program: what the rank runs.
         config: the options that it was made with.
         model: the model that `program` was traced from, sharded since or not.
-        held: from `fxshard.memory.liveness.held_ranges`; its batch is left out.
+        held: from `fxshard.memory.held.held_ranges`; its batch is left out.
         step: from `fxshard.memory.optimizer.trace_step`, or None.
 
     Raises:
