@@ -37,7 +37,7 @@ from fxshard.memory.gradients import (
 )
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment, owner_of
 from fxshard.memory.loss import LossStep
-from fxshard.memory.optimizer import OptimizerStep, Parts
+from fxshard.memory.optimizer_step import OptimizerStep, Parts
 from fxshard.memory.recording import Event
 from fxshard.memory.regions import Regions
 from fxshard.memory.report import AskedPlan, MemoryReport

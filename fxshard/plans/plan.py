@@ -37,7 +37,9 @@ from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.loss import LossStep, trace_loss
 from fxshard.memory.loss import with_formulas as loss_with_formulas
-from fxshard.memory.optimizer import OptimizerStep, trace_step, with_formulas
+from fxshard.memory.optimizer import trace_step
+from fxshard.memory.optimizer_formulas import with_formulas
+from fxshard.memory.optimizer_step import OptimizerStep
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.live import live_after
 from fxshard.pipeline import Observer, make_program, open_captures

@@ -25,7 +25,7 @@ from fxshard._torch.dtensors import dtensor_like, local_part, sharded_like
 from fxshard.codegen import full_matrices, muon
 from fxshard.codegen.full_matrices import Exchange, Matrix, Place, Rounds, Update
 from fxshard.errors import StepError
-from fxshard.memory.optimizer import several_meshes
+from fxshard.memory.exchange import several_meshes
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.store.reads import ReadableStore
 from fxshard.runtime.world.c10d import C10dWorld

@@ -21,6 +21,7 @@ from fxshard.capture.attributes import Attributes
 from fxshard.capture.functions import Hooks
 from fxshard.capture.swapped import Inside, as_users_own
 from fxshard.codegen.emit import Executor
+from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.codegen.optimizer import OnShards, on_shards, stepped
 from fxshard.config.checked import Config
 from fxshard.config.environment import notice
@@ -30,7 +31,6 @@ from fxshard.ir import transfers
 from fxshard.ir.domain import Symbols
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program, Signature
-from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import differing, state, transformed

@@ -11,12 +11,12 @@ import torch
 from fxshard._torch import inductor, process_groups, trees
 from fxshard.capture.held import copied
 from fxshard.codegen.emit import Executor, TracedExecutor
+from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.config.world_size import grid
 from fxshard.errors import StepError
 from fxshard.ir.program import Program
 from fxshard.ir.splitting import configured_units
 from fxshard.memory.category import Category
-from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.report import MemoryReport
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import FxshardModule, sharded

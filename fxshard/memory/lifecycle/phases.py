@@ -23,7 +23,8 @@ from fxshard.memory.lifecycle.load import load_checkpoint, load_state_dict
 from fxshard.memory.lifecycle.save import async_save, full_state_dict, save_checkpoint
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.lifecycle.tree import Tree
-from fxshard.memory.optimizer import OptimizerStep, trace_step, unused
+from fxshard.memory.optimizer import trace_step, unused
+from fxshard.memory.optimizer_step import OptimizerStep
 
 
 def lifecycle(
