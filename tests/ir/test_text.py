@@ -23,7 +23,7 @@ from fxshard.ir.program import Program
 from fxshard.ir.splitting import configured_units
 from tests import captures, graphs, texts
 from tests.passes.passes_cases import marked
-from tests.verify.test_verify_strategies import HALF, SETTINGS, traced
+from tests.verify.settings import HALF, SETTINGS, traced
 from tests.verify.verify_cases import fresh
 from tests.zoo import MODELS, deep
 

@@ -24,7 +24,7 @@ from tests import graphs, interpreter
 from tests.interpreter import Found, Values
 from tests.passes.passes_cases import marked
 from tests.passes.test_streams import SMALL, untouched
-from tests.verify.test_verify_strategies import SETTINGS
+from tests.verify.settings import SETTINGS
 from tests.zoo import MODELS
 
 Build = Callable[[], Program]
