@@ -89,7 +89,7 @@ def shard_model(sharding: Sharding, call: Call | None) -> FxshardModule:
     Raises:
         CaptureError, VerifyError, RankMismatchError: see `fxshard.compile`.
     """
-    module, world, config = sharding.module, sharding.world, sharding.config
+    module, world, config = sharding.model, sharding.world, sharding.config
     program, reads = None, attributes.Reads()
     if call is not None:
         with attributes.noted(reads):
