@@ -216,7 +216,7 @@ def _divided(
     grid = program.grid(fqn)
     while node.op == "call_function":
         made = tags.source(node) if node.target is operator.getitem else None
-        if made is not None and transfers.is_launch(made):
+        if made is not None and transfers.is_reduction(made):
             operation = ops.argument(made, "op")
             if operation is not None:
                 ranks = grid.size(ops.group(made) or "") or 1
@@ -361,7 +361,7 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     node = value
     while node.op == "call_function":
-        if node.target is operator.getitem and transfers.is_launch(tags.source(node)):
+        if node.target is operator.getitem and transfers.is_reduction(tags.source(node)):
             found.append(node)
             if tags.source(node).target is ops.comm_hook:
                 break
