@@ -113,8 +113,8 @@ def gathered(call: fx.Node) -> Found | None:
     assert full is not None
     if list(cast("Any", full.args[0])) != list(split.users) or not sent.is_contiguous():
         return None
-    products = [n for view in full.users if _is_flat(view, full) for n in view.users]
-    own = [n for n in products if _multiplies(n) and _beside(n, full)]
+    readers = [(n, view) for view in full.users if _is_flat(view, full) for n in view.users]
+    own = [n for n, view in readers if _multiplies(n, view) and _beside(n, full)]
     return Found(call, cast("fx.Node", wait), full, tuple(own)) if own else None
 
 
@@ -157,10 +157,13 @@ def _is_flat(view: fx.Node, full: fx.Node) -> bool:
     return bool(flat)
 
 
-def _multiplies(node: fx.Node) -> bool:
+def _multiplies(node: fx.Node, rows: fx.Node | None = None) -> bool:
+    """True if `node` is a product; of `rows` in rows, and nowhere else, if they are given."""
     place = PRODUCTS.get(node.target)
     if place is None or node.kwargs:
         return False
+    if rows is not None and [i for i, a in enumerate(node.args) if a is rows] != [place]:
+        return False  # such as the gradient of a weight, which is a sum over rows
     return place == 0 or cast("fx.Node", node.args[0]).meta["val"].dim() == 1  # a bias for all rows
 
 
