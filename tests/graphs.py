@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Sequence
+from operator import getitem as itemgetting
 from typing import Any
 
 import torch
@@ -121,8 +122,10 @@ def _call(
     arguments: str,
 ) -> fx.Node:
     operator: Any = torch.ops
-    for part in target.split("."):
+    for part in target.split(".") if target != "getitem" else ():
         operator = getattr(operator, part)
+    if target == "getitem":
+        operator = itemgetting
     if target.count(".") == 1:
         operator = operator.default
     names: dict[str, Any] = {"torch": torch, "call": lambda *args, **kwargs: (args, kwargs)}
@@ -421,14 +424,54 @@ return %y (0), %dw_0 (layers.0.weight), %dw_1 (layers.1.weight)
 
 def of_its_own(**settings: Any) -> Program:
     """Two layers with collectives of each kind that the model calls itself, on two groups."""
-    units = {"": "Model", "layers.0": "Layer", "layers.1": "Layer"}
-    program = parse(_OF_ITS_OWN, units)
+    return with_groups(_OF_ITS_OWN, {"0": "tp", "1": "ep"}, **settings)
+
+
+def along_the_sequence(**settings: Any) -> Program:
+    """A layer whose input is gathered along the sequence, and whose output is reduced along it."""
+    return with_groups(_ALONG_THE_SEQUENCE, {"0": "tp"}, **settings)
+
+
+def with_groups(text: str, names: dict[str, str], **settings: Any) -> Program:
+    """A program with functional collectives of two ranks, of the groups with these names."""
+    units = {"": "Model", "layers.0": "Layer"} | (
+        {"layers.1": "Layer"} if "layers.1" in text else {}
+    )
+    program = parse(text, units)
     fakes.correct(program)
-    names = {"0": "tp", "1": "ep"}
     for node in filter(traced_collectives.is_collective, program.graph.nodes):
         name = str(node.args[-1])
         traced_collectives.note(node, traced_collectives.Ranks(name, names[name], 2))
     return configured(program, **settings)
+
+
+_ALONG_THE_SEQUENCE = """
+%x : f32[2,2,4] = input 0
+%w : f32[4,4] = param layers.0.weight
+%dy : f32[2,2,4] = tangent 0
+forward:
+%gather = _c10d_functional.all_gather_into_tensor(%x, 2, '0')  | layers.0
+%every = _c10d_functional.wait_tensor(%gather)  | layers.0
+%split = aten.split.Tensor(%every, 2)  | layers.0
+%first = getitem(%split, 0)  | layers.0
+%second = getitem(%split, 1)  | layers.0
+%full = aten.cat([%first, %second], 1)  | layers.0
+%flat = aten.view(%full, [8, 4])  | layers.0
+%mm = aten.mm(%flat, %w)  | layers.0
+%view = aten.view(%mm, [2, 4, 4])  | layers.0
+%parts = aten.split.Tensor(%view, 2, 1)  | layers.0
+%a = getitem(%parts, 0)  | layers.0
+%b = getitem(%parts, 1)  | layers.0
+%cat = aten.cat([%a, %b])  | layers.0
+%scatter = _c10d_functional.reduce_scatter_tensor(%cat, 'sum', 2, '0')  | layers.0
+%y = _c10d_functional.wait_tensor(%scatter)  | layers.0
+backward:
+%t = aten.t(%flat)  | layers.0
+%rows = aten.cat([%dy, %dy], 1)  | layers.0
+%dflat = aten.view(%rows, [8, 4])  | layers.0
+%dw = aten.mm(%t, %dflat)  | layers.0
+return %y (0), %dw (layers.0.weight)
+"""
 
 
 # -- running them ---------------------------------------------------------------------------------

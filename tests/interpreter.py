@@ -357,6 +357,8 @@ class Machine:
             self.region(node)
         elif node.target in ops.OPERATORS:
             OPERATORS[node.target](self, node)
+        elif "_c10d_functional" in str(node.target):
+            functional(self, node)
         elif not is_view(node):
             for rank in range(self.ranks):
                 self.envs[rank][node] = self.drawing(rank, node)
@@ -471,6 +473,39 @@ def all_reduce(machine: Machine, node: fx.Node) -> None:
             machine.envs[rank][node] = sent[rank]
 
 
+def functional(machine: Machine, node: fx.Node) -> None:
+    """A collective that the model calls, of two neighbours, or its wait."""
+    sent = [machine.value(rank, tags.source(node)) for rank in range(machine.ranks)]
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    for rank in range(machine.ranks):
+        pair = sent[rank // 2 * 2 : rank // 2 * 2 + 2]
+        moved = sent[rank] if name == "wait_tensor" else between(node, name, pair, rank % 2)
+        machine.envs[rank][node] = moved
+
+
+def of_model(machine: Machine, node: fx.Node) -> None:
+    """The same, launched."""
+    sent = [each for (each,) in machine.operands(node)]
+    name = str(node.target).removeprefix("fxshard.model_").removesuffix(".default")
+    for rank in range(machine.ranks):
+        pair = sent[rank // 2 * 2 : rank // 2 * 2 + 2]
+        machine.write(rank, node, [between(node, name, pair, rank % 2)])
+
+
+def between(node: fx.Node, name: str, pair: Sequence[Tensor], me: int) -> Tensor:
+    """What `me` of two ranks gets in a collective."""
+    if name.startswith("all_gather"):
+        return torch.cat(list(pair))
+    if name.startswith("all_to_all"):
+        return torch.cat([each.chunk(2)[me] for each in pair])
+    if name == "broadcast":
+        return pair[0].clone()
+    (op,) = (a for a in node.args if a in ("sum", "avg", "max"))
+    stacked = torch.stack(list(pair))
+    whole = {"sum": stacked.sum, "avg": stacked.mean, "max": stacked.amax}[op](0)
+    return whole.chunk(2)[me].clone() if name.startswith("reduce_scatter") else whole
+
+
 def combined(node: fx.Node, ranks: Sequence[Tensor]) -> Tensor:
     op = str(node.args[3]) if len(node.args) > 3 else "avg"
     if op in ("avg", "sum"):
@@ -579,6 +614,7 @@ OPERATORS = {
     ops.reduce_scatter: reduce_scatter,
     ops.all_reduce: all_reduce,
     ops.comm_hook: comm_hook,
+    **{target: of_model for target, spec in ops.OPERATORS.items() if spec.of_model},
     ops.cast: copied,
     ops.load: copied,
     ops.store: copied,

@@ -1,7 +1,6 @@
 """Collectives of sequence parallelism in parts: numbers, bytes, rows, and when it is done."""
 
 import collections
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,29 +10,20 @@ from torch import Tensor
 
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
-from fxshard.cost.hardware import Link, hardware_of
 from fxshard.ir import ops
 from fxshard.passes.async_tensor_parallel import AsyncTensorParallel
 from fxshard.plans.plan import Plan
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
 from tests.distributed import tensor_parallel_cases as cases
+from tests.distributed.slow_links import SLOW_LINKS
 from tests.distributed.tensor_parallel_cases import Job
-
-# Links so slow that all of it pays off, and nothing takes a time of its own.
-SLOW = dataclasses.replace(
-    hardware_of("h100"),
-    link=Link(alpha=0.0, beta=1e6),
-    collective_overhead=0.0,
-    launch_overhead=0.0,
-    flops=dict.fromkeys(hardware_of("h100").flops, 1e9),
-)
 
 
 def in_parts(default: Sequence[Any]) -> list[Any]:
     """The default passes with this one, where it belongs."""
     at = [each.name for each in default].index("launch-collectives")
-    return [*default[:at], AsyncTensorParallel(SLOW), *default[at:]]
+    return [*default[:at], AsyncTensorParallel(SLOW_LINKS), *default[at:]]
 
 
 JOB = Job(cases.of_sequences, options={"passes": in_parts}, steps=2)
@@ -75,8 +65,11 @@ def test_bytes_and_rows(more: dict[str, Any]) -> None:
         plan = planned(passes=in_parts, **more)
         found = compare(plan.memory, split_steps(tracked(plan.workload, 2), 2))
         assert found.max_abs_difference == 0, found.table(only_different=True)
-        assert plan.estimate(SLOW).step_seconds < planned(**more).estimate(SLOW).step_seconds
-        rows = [row for row in plan.estimate(SLOW).rows if row.phase == "forward"]
+        assert (
+            plan.estimate(SLOW_LINKS).step_seconds
+            < planned(**more).estimate(SLOW_LINKS).step_seconds
+        )
+        rows = [row for row in plan.estimate(SLOW_LINKS).rows if row.phase == "forward"]
     gathers = [row for row in rows if row.operation == "all-gather" and row.unit == "layers.0"]
     assert len(gathers) == 4
     meanwhile = [r for r in rows if r.stream == "compute" and r.operation == "compute"]

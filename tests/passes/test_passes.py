@@ -24,19 +24,25 @@ from fxshard.ir import dump, ops, tags
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program
 from fxshard.ir.splitting import find_units
+from fxshard.passes.async_tensor_parallel import AsyncTensorParallel
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.join_ranks import JoinRanks
 from fxshard.passes.prefetch import Prefetch
 from tests import graphs
+from tests.distributed.slow_links import SLOW_LINKS
 from tests.passes.passes_cases import CHECKPOINTED, EACH, FP16, PASSES, Build, full, marked, root
 from tests.zoo import MODELS, models
 
 aten = torch.ops.aten
 
 # Passes that a pipeline has where an option asks for them, and before which one.
-ASKED_FOR = {"insert_step": "reinplace", "join_ranks": "bucket"}
+ASKED_FOR = {
+    "insert_step": "launch_collectives",
+    "join_ranks": "bucket",
+    "async_tensor_parallel": "launch_collectives",
+}
 GOLDENS = Path(__file__).parent / "goldens"
 
 CAST = """
@@ -378,6 +384,12 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ("prefetch", "max_inflight", Prefetch(3, 3, max_inflight=2), partial(graphs.chain, 3)),
         ("prefetch", "hybrid_offload", None, partial(graphs.chain, replicas=2, offloaded=True)),
         ("insert_step", "chain", InsertStep(), partial(graphs.chain, optimizer_in_backward=True)),
+        (
+            "async_tensor_parallel",
+            "along_the_sequence",
+            AsyncTensorParallel(SLOW_LINKS),
+            graphs.along_the_sequence,
+        ),
         ("launch_collectives", "each", None, graphs.of_its_own),
         ("reinplace", "dying", None, partial(graphs.parse, DYING, root)),
         ("annotate_streams", "chain", None, graphs.chain),
@@ -421,9 +433,7 @@ BUCKETS = {
 def before(name: str, program: Program, bucket: Bucket | None = None) -> None:
     """Run the passes of the default pipeline that come before `name`; with another `bucket`."""
     names, passes = list(PASSES), PASSES | {"bucket": bucket or Bucket()}
-    name = {"insert_step": "reinplace", "join_ranks": "bucket"}.get(
-        name, name
-    )  # where a pipeline has it, if asked for
+    name = ASKED_FOR.get(name, name)  # where a pipeline has it, if asked for
     pipeline.run(program, [passes[each] for each in names[: names.index(name)]])
 
 
@@ -471,11 +481,7 @@ def test_golden(case: str) -> None:
 def test_every_golden_has_its_case_and_every_pass_a_golden() -> None:
     assert {path.stem for path in GOLDENS.iterdir()} == set(CASES)
     files = {path.stem for path in (GOLDENS.parents[2] / "passes").glob("[!_]*.py")}
-    assert (
-        {case.partition(".")[0] for case in CASES}
-        == files
-        == {*PASSES, "insert_step", "join_ranks"}
-    )
+    assert {case.partition(".")[0] for case in CASES} == files == {*PASSES, *ASKED_FOR}
 
 
 def targets(program: Program) -> list[Any]:
