@@ -181,7 +181,8 @@ class Options(TypedDict, total=False):
 
     dynamic: Mapping[Any, Any] | Literal[False] | None
     """Which sizes of the inputs one program leaves open, so that it serves calls of other sizes
-    too. None: those that turn out to differ between calls; False: none; or names for dimensions,
+    too. None: those that turn out to differ between calls, from the third on (two sizes have two
+    programs of fixed sizes); False: none; or names for dimensions,
     ``{"seq": [("input_ids", 1), ("labels", 1)]}``, which are open from the first call on
     (dimensions under one name have one size), besides those that turn out to differ. A name may be
     a ``torch.export.Dim``; so may be written, as torch.export has it,
