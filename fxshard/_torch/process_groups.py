@@ -42,7 +42,8 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 def called(name: str) -> Any:
     """The process group that functional collectives call `name`, on this rank."""
-    return distributed_c10d._resolve_process_group(name)
+    groups: Any = distributed_c10d
+    return groups._resolve_process_group(name)
 
 
 def group_store(group: Any) -> Any:

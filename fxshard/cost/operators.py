@@ -203,10 +203,10 @@ def collective(node: fx.Node, world_size: int, apart: int = 1) -> Collective:
     if is_collective(node):
         name, made = str(node.target), sum(map(_extent, tags.tensors(node.meta["val"])))
         given = sum(_extent(t) for n in node.all_input_nodes for t in tags.tensors(n.meta["val"]))
-        total, passes, ranks = max(made, given), 2 if "all_reduce" in name else 1, ranks_of(node)
-        if ranks is None:
+        total, passes, members = max(made, given), 2 if "all_reduce" in name else 1, ranks_of(node)
+        if members is None:
             return Collective(total, world_size, 1, passes)
-        return Collective(total, ranks.size, ranks.stride, passes)
+        return Collective(total, members.size, members.stride, passes)
     spec, ranks = ops.of(node), int(cast(int, node.args[1]))
     between = apart * (world_size if kind_of_group(ops.group(node)) == "replicate" else 1)
     if spec.of_model:
