@@ -20,10 +20,12 @@ from fxshard.verify.certificate import collectives
 from tests.distributed.tensor_parallel_cases import (
     Job,
     Mlp,
+    WithLogits,
     of_an_mlp,
     of_sequences,
     of_sequences_and_logits,
     of_tensors,
+    of_transformers,
 )
 
 
@@ -47,6 +49,7 @@ def planned(job: Job, **options: Any) -> Plan:
         (Job(of_tensors), {"checkpoint": "selective"}),
         (Job(of_sequences), {"checkpoint": "full", "optimizer": torch.optim.AdamW}),
         (Job(of_sequences_and_logits), {"backend": "inductor"}),
+        (Job(of_transformers, model=WithLogits), {}),
         (Job(of_sequences), {"mixed_precision": MixedPrecisionPolicy(torch.bfloat16)}),
         (Job(of_sequences_and_logits), {}),
     ],
