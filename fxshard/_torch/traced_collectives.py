@@ -249,19 +249,41 @@ def traced(refuse: Callable[[str], Exception]) -> Iterator[None]:
 
 
 _RANKS = "fxshard_ranks"  # in the metadata of a functional collective, see `note_ranks`
+_RANK = "fxshard_rank"
 
 
 def note_ranks(node: fx.Node) -> None:
-    """Note how many ranks take part in a functional collective, while its group is there."""
+    """Note how many ranks take part in a functional collective, and which of them this is.
+
+    While its group is there.
+    """
     name, groups = node.args[-1], typing.cast("Any", dist.distributed_c10d)
     if isinstance(name, str):
-        node.meta[_RANKS] = groups._resolve_process_group(name).size()
+        group = groups._resolve_process_group(name)
+        node.meta[_RANKS], node.meta[_RANK] = group.size(), group.rank()
 
 
 def ranks_of(node: fx.Node) -> int | None:
     """How many ranks take part in a functional collective; None if nobody has noted it."""
     found: int | None = node.meta.get(_RANKS)
     return found
+
+
+def splits_of(node: fx.Node) -> tuple[list[int], list[int]] | None:
+    """What this rank receives and sends in an all-to-all, from the rank after it on, itself last.
+
+    Told so, ranks that send around a ring have equal numbers, and those of two ranks fit together
+    where each has ``received[-2 - i] == sent[i]`` (from and to the rank that is `i` + 1 further).
+    None if it is no all-to-all of constant sizes.
+    """
+    rank = node.meta.get(_RANK)
+    if node.target is not _ops.all_to_all_single.default or rank is None:
+        return None
+    splits = [list(typing.cast("Sequence[Any]", each)) for each in node.args[1:3]]
+    if not all(isinstance(size, int) for each in splits for size in each):
+        return None
+    received, sent = (each[rank + 1 :] + each[: rank + 1] for each in splits)
+    return received, sent
 
 
 def is_collective(node: fx.Node) -> bool:

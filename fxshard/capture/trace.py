@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard._torch import checkpointing, export, graphs, modes, traced_collectives
+from fxshard._torch import (
+    checkpointing,
+    context_parallel,
+    export,
+    graphs,
+    modes,
+    traced_collectives,
+)
 from fxshard.capture import (
     aliasing,
     bytecode,
@@ -134,6 +141,7 @@ def capture(
             as_users_own(model),
             hf.while_tracing(model),
             modes.unobserved(),
+            context_parallel.on_cpus(),
             refusals.torch_silent(),
         ):
             shapes.require_plain(request.leaves, request.names.__getitem__)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxshard._torch.traced_collectives import is_collective, ranks_of
+from fxshard._torch.traced_collectives import is_collective, ranks_of, splits_of
 from fxshard.ir import domain, dump, ops, tags
 from fxshard.ir.program import Program
 from fxshard.verify import walk
@@ -72,7 +72,7 @@ def _of_the_model(program: Program, call: fx.Node) -> str:
 
     So have sizes that are found in the data other values: what depends on them has no bytes.
     """
-    plain = (value for value in call.args[:-1] if not isinstance(value, fx.Node))
+    plain = splits_of(call) or (each for each in call.args[:-1] if not isinstance(each, fx.Node))
     group = program.group_of(call)
     where = [] if group is None else [f"group={group} size={ranks_of(call)}"]
     text = " ".join([str(call.target), *map(str, plain), *where])
