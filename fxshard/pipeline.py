@@ -53,6 +53,7 @@ from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.join_ranks import JoinRanks
+from fxshard.passes.launch_collectives import LaunchCollectives
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.passes.reinplace import Reinplace
@@ -93,7 +94,7 @@ STEM = ("canonicalize", "assign-units", "assign-checkpoints", "checkpoint")
 ORDER = (
     *STEM,
     *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
-    *("(insert-step)", "(reinplace)"),
+    *("(insert-step)", "(launch-collectives)", "(reinplace)"),
     *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
 )
 
@@ -133,6 +134,7 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         ),
         Prefetch(*config.prefetch, config.max_inflight),
         *([InsertStep()] if config.optimizer_in_backward else []),
+        LaunchCollectives(),
         *([] if config.backend == "inductor" else [Reinplace()]),  # Inductor reuses by itself
         InsertFree(),
         AnnotateStreams(),
