@@ -156,9 +156,7 @@ def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
     if is_in_place(launch):
         for operand in tags.operands(launch):
             maker = tags.source(operand) if operand.target is operator.getitem else operand
-            if (
-                is_launch(maker) and not ops.of(maker).of_model
-            ):  # its result, which is freed as such
+            if is_launch(maker) and not ops.of(maker).of_model:  # freed as its result
                 taken = taken | tags.storage_ids(operand)
     return [item for item in items if not tags.storage_ids(item) & taken]
 
