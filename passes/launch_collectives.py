@@ -162,7 +162,22 @@ def ordered(run: list[fx.Node], calls: set[fx.Node]) -> list[fx.Node]:
         if left:
             take(left[0])
             over |= bits[left[0]]
-    return list(found)
+    return with_items(list(found))
+
+
+def with_items(order: list[fx.Node]) -> list[fx.Node]:
+    """`order` with the items of a tuple right after what makes it: nothing writes in between."""
+    makers = set(order)
+    items: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        if node.target is operator.getitem and node.all_input_nodes[0] in makers:
+            items.setdefault(node.all_input_nodes[0], []).append(node)
+    moved = {item for each in items.values() for item in each}
+
+    def with_its(node: fx.Node) -> list[fx.Node]:
+        return [node, *(each for item in items.get(node, ()) for each in with_its(item))]
+
+    return [each for node in order if node not in moved for each in with_its(node)]
 
 
 def move(run: list[fx.Node], order: list[fx.Node]) -> None:
