@@ -113,8 +113,8 @@ def gathered(call: fx.Node) -> Found | None:
     assert full is not None
     if list(cast("Any", full.args[0])) != list(split.users) or not sent.is_contiguous():
         return None
-    products = [n for view in full.users if _is_flat(view, full) for n in view.users]
-    own = [n for n in products if _multiplies(n) and _beside(n, full)]
+    readers = [(n, view) for view in full.users if _is_flat(view, full) for n in view.users]
+    own = [n for n, view in readers if _multiplies(n, view) and _beside(n, full)]
     return Found(call, cast("fx.Node", wait), full, tuple(own)) if own else None
 
 
@@ -157,40 +157,70 @@ def _is_flat(view: fx.Node, full: fx.Node) -> bool:
     return bool(flat)
 
 
-def _multiplies(node: fx.Node) -> bool:
+def _multiplies(node: fx.Node, rows: fx.Node | None = None) -> bool:
+    """True if `node` is a product; of `rows` in rows, and nowhere else, if they are given."""
     place = PRODUCTS.get(node.target)
     if place is None or node.kwargs:
         return False
+    if rows is not None and [i for i, a in enumerate(node.args) if a is rows] != [place]:
+        return False  # such as the gradient of a weight, which is a sum over rows
     return place == 0 or cast("fx.Node", node.args[0]).meta["val"].dim() == 1  # a bias for all rows
 
 
 def _beside(product: fx.Node, other: fx.Node) -> bool:
     """Both are computed in one phase, by one unit."""
+    if product.op != "call_function":
+        return False
     mine, its = tags.get(product), tags.get(other)
     return (mine.phase, mine.unit) == (its.phase, its.unit) and mine.role == "compute"
 
 
 def best(found: Found, hardware: Hardware, most: int) -> int:
-    """Into how many parts a collective and its products are cut to take the least time."""
+    """Into how many parts a collective and its products are cut to take the least time.
+
+    Of what is sent, exposed is what neither products of other parts nor other operators hide.
+    """
     ranks = ranks_of(found.call)
     if ranks is None:
         return 1
     sent = operators.collective(found.call, ranks.size)
     products = sum(operators.node_seconds(node, hardware, ranks.size) for node in found.products)
-    batch = found.full.meta["val"].shape[0]
-    seconds = {1: operators.collective_seconds(found.call, hardware, ranks.size) + products}
     kernels = len(found.products) * hardware.launch_overhead
-    copied = found.products if found.call.target is GATHER else (found.wait,)
-    again = sum(2 * _bytes(node) / hardware.memory_bandwidth for node in copied)
-    again += len(copied) * hardware.launch_overhead
-    for count in (n for n in range(2, most + 1) if batch % n == 0):
+    copied = (*found.products, found.full) if found.call.target is GATHER else (found.wait,)
+    copies = sum(2 * _bytes(node) / hardware.memory_bandwidth for node in copied)
+    copies += len(copied) * hardware.launch_overhead
+    hidden = sum(operators.node_seconds(n, hardware, ranks.size) for n in meanwhile(found))
+    batch = found.full.meta["val"].shape[0]
+    seconds: dict[int, float] = {}
+    for count in (n for n in range(1, most + 1) if batch % n == 0):
         moving = operators.ring_seconds(
             sent.total / count, sent.ranks, hardware, stride=sent.stride, passes=sent.passes
         )
-        multiplying = kernels + max(products - kernels, 0.0) / count
-        slower = max(moving, multiplying)
-        seconds[count] = moving + multiplying + (count - 1) * slower + again
+        each = kernels + max(products - kernels, 0.0) / count
+        exposed = moving + (count - 1) * max(moving - each, 0.0)
+        again = copies if count > 1 else 0.0
+        seconds[count] = count * each + again + max(exposed, hidden)
     return min(seconds, key=seconds.__getitem__)
+
+
+def meanwhile(found: Found) -> list[fx.Node]:
+    """What launch-collectives may let run between launch and wait of a collective, uncut.
+
+    That are neighbours, up to the next row, which neither lead to the one nor follow the other.
+    """
+    run = [found.call]
+    while _beside(run[0].prev, found.call):
+        run.insert(0, run[0].prev)
+    while _beside(run[-1].next, found.call):
+        run.append(run[-1].next)
+    before, after = {found.call}, {found.wait}
+    for node in reversed(run):
+        if node in before:
+            before.update(node.all_input_nodes)
+    for node in run:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    return [node for node in run if node not in before | after]
 
 
 def _bytes(node: fx.Node) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxshard.errors import ConfigError
 from fxshard.ir import layout, ops, tags
 
 _KNOWN = ("size", "group", "ranks", "stride")  # arguments that say who takes part
@@ -129,6 +130,12 @@ class InProcessWorld:
         group = ops.group(row)
         if ops.of(row).of_model:
             size, stride = int(row.args[1]), ops.argument(row, "stride")  # type: ignore[arg-type]
+            if self.ranks % (size * stride):
+                raise ConfigError(
+                    f"the model calls a collective of {size} ranks, {stride} apart, which are not "
+                    f"among the {self.ranks} that run in this process. Give world_size a multiple "
+                    f"of {size * stride}, or run a process for each rank."
+                )
             firsts = range(0, self.ranks, size * stride)
             every = (first + i for first in firsts for i in range(stride))
             return [range(first, first + size * stride, stride) for first in every]
