@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -41,7 +42,7 @@ def state() -> Hashable:
     ranks, options = None, torchs._cp_options
     if F.scaled_dot_product_attention in torchs._replaced_functions:
         mesh = inspect.getclosurevars(F.scaled_dot_product_attention).nonlocals["device_mesh"]
-        ranks = tuple(mesh.mesh.flatten().tolist())
+        ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))  # `mesh.mesh` makes a tensor
     return ranks, options.rotate_method, options.enable_load_balance, options.convert_to_f32
 
 

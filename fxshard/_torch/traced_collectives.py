@@ -277,7 +277,9 @@ class Ranks:
         ranks = dist.get_process_group_ranks(group)
         steps = {after - before for before, after in itertools.pairwise(ranks)}
         stride = steps.pop() if len(steps) == 1 else 1
-        return cls(process_group, called.removeprefix("mesh_"), len(ranks), group.rank(), abs(stride))
+        return cls(
+            process_group, called.removeprefix("mesh_"), len(ranks), group.rank(), abs(stride)
+        )
 
 
 _RANKS = "fxshard_ranks"  # in the metadata of a functional collective, see `note_ranks`

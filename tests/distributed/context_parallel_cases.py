@@ -119,14 +119,16 @@ class Job:
     @contextlib.contextmanager
     def around(self, mesh: DeviceMesh, model: Any, *batch: Tensor) -> Iterator[None]:
         """Inside, each of the ranks has its part of the sequence, of the positions too."""
-        buffers = [model.positions, *batch]
+        buffers = [model.positions, *batch] if model is not None else list(batch)
         options = torchs._cp_options
         before = dict(vars(options))
         torchs.set_rotate_method(self.rotate)
         options.enable_load_balance = self.causal  # torch refuses others
         try:
             parts = context_parallel(
-                mesh["cp"], buffers=buffers, buffer_seq_dims=[0] + [1] * len(batch)
+                mesh["cp"],
+                buffers=buffers,
+                buffer_seq_dims=[*([0] * (model is not None)), *([1] * len(batch))],
             )
             with parts, _torchs_own() if self.how == "fsdp2" else contextlib.nullcontext():
                 yield
