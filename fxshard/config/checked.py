@@ -80,6 +80,7 @@ class Config:
     dynamic: Mapping[Any, Any] | Literal[False] | None = None
     data_sizes: int | Mapping[str, int | Sequence[int]] | None = None
     ranks_may_differ: bool = False
+    async_tensor_parallel: bool = False
     pipeline_stage: bool = False
     max_variants: int = 16
     device: Literal["cuda"] | torch.device | None = None
