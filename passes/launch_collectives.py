@@ -20,12 +20,15 @@ _functional = torch.ops._c10d_functional
 REDUCTIONS = ("sum", "avg", "max", "min")
 
 # Functional collective -> the operator that launches it, and its arguments after the ranks'.
-LAUNCHES: dict[Any, tuple[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = {
-    _functional.all_gather_into_tensor.default: (ops.model_all_gather, lambda args: ()),
-    _functional.reduce_scatter_tensor.default: (ops.model_reduce_scatter, lambda args: args[1:2]),
-    _functional.all_reduce.default: (ops.model_all_reduce, lambda args: args[1:2]),
-    _functional.all_to_all_single.default: (ops.model_all_to_all, lambda args: args[1:3]),
-    _functional.broadcast.default: (ops.model_broadcast, lambda args: args[1:2]),
+LAUNCHES: dict[Any, tuple[Any, Callable[[tuple[Any, ...], Ranks], tuple[Any, ...]]]] = {
+    _functional.all_gather_into_tensor.default: (ops.model_all_gather, lambda args, ranks: ()),
+    _functional.reduce_scatter_tensor.default: (ops.model_reduce_scatter, lambda args, ranks: args[1:2]),
+    _functional.all_reduce.default: (ops.model_all_reduce, lambda args, ranks: args[1:2]),
+    _functional.all_to_all_single.default: (
+        ops.model_all_to_all,
+        lambda args, ranks: (*args[1:3], ranks.rank),
+    ),
+    _functional.broadcast.default: (ops.model_broadcast, lambda args, ranks: args[1:2]),
 }
 COPIES = (ops.model_all_reduce, ops.model_broadcast)  # they take tensors of any strides
 
@@ -161,7 +164,22 @@ def ordered(run: list[fx.Node], calls: set[fx.Node]) -> list[fx.Node]:
         if left:
             take(left[0])
             over |= bits[left[0]]
-    return list(found)
+    return with_items(list(found))
+
+
+def with_items(order: list[fx.Node]) -> list[fx.Node]:
+    """`order` with the items of a tuple right after what makes it: nothing writes in between."""
+    makers = set(order)
+    items: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        if node.target is operator.getitem and node.all_input_nodes[0] in makers:
+            items.setdefault(node.all_input_nodes[0], []).append(node)
+    moved = {item for each in items.values() for item in each}
+
+    def with_its(node: fx.Node) -> list[fx.Node]:
+        return [node, *(each for item in items.get(node, ()) for each in with_its(item))]
+
+    return [each for node in order if node not in moved for each in with_its(node)]
 
 
 def move(run: list[fx.Node], order: list[fx.Node]) -> None:
@@ -193,7 +211,7 @@ def launch(program: Program, call: fx.Node, name: str, pair: int) -> None:
     graph, sent, ranks = program.graph, tags.source(call), ranks_of(call)
     assert isinstance(ranks, Ranks)
     tag = tags.changed(tags.get(call), role="transfer", pair=pair)
-    args = ([sent], ranks.size, name, ranks.process_group, *more(call.args), ranks.stride)
+    args = ([sent], ranks.size, name, ranks.process_group, *more(call.args, ranks), ranks.stride)
     with graph.inserting_before(call):
         kind = ops.OPERATORS[target].name.removeprefix("model_")
         made = transfers.node(graph, target, args, f"{kind}_{pair}")

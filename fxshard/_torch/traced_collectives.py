@@ -259,12 +259,14 @@ class Ranks:
         process_group: torch's name for them, on this rank.
         name: of the dimension of a mesh, or "world"; "" if they have none.
         size: how many they are.
+        rank: which of them this is.
         stride: how far two neighbours in the group are apart, in ranks.
     """
 
     process_group: str
     name: str
     size: int
+    rank: int = 0
     stride: int = 1
 
     @classmethod
@@ -275,7 +277,9 @@ class Ranks:
         ranks = dist.get_process_group_ranks(group)
         steps = {after - before for before, after in itertools.pairwise(ranks)}
         stride = steps.pop() if len(steps) == 1 else 1
-        return cls(process_group, called.removeprefix("mesh_"), len(ranks), abs(stride))
+        return cls(
+            process_group, called.removeprefix("mesh_"), len(ranks), group.rank(), abs(stride)
+        )
 
 
 _RANKS = "fxshard_ranks"  # in the metadata of a functional collective, see `note_ranks`

@@ -220,7 +220,7 @@ def _model_all_to_all(
     ranks: str,
     into: Sequence[int],
     sent: Sequence[int],
-    stride: int = 1,
+    *rest: Any,
 ) -> list[Tensor]:
     return [empty(t, (sum(into), *t.shape[1:])) for t in tensors]
 
@@ -393,11 +393,11 @@ model_all_reduce: Any = define(
         passes=2,
     )
 )
-# Each rank gets `into[r]` rows of rank r, and sends it `sent[r]`.
+# Each rank gets `into[r]` rows of rank r, and sends it `sent[r]`; `rank`: this one in the group.
 model_all_to_all: Any = define(
     OpSpec(
         "model_all_to_all(Tensor[] tensors, int size, str group, str ranks, int[] into, "
-        "int[] sent, int stride=1) -> Tensor[]",
+        "int[] sent, int rank=0, int stride=1) -> Tensor[]",
         fake=_model_all_to_all,
         text="all-to-all",
         stream="",

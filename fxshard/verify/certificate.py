@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -88,11 +89,29 @@ def _who_does_what(program: Program, call: fx.Node) -> str:
     if ops.of(call).of_model:
         own = program.parallel is not None and group == program.parallel.group
         found = [dump.operation(call), f"group={group}", *([f"size={call.args[1]}"] if own else [])]
-        values = (f"{n}={v}" for n, v in ops.given(call).items() if n in _SAID)
-        return " ".join([*found, *values])
-    plain = (value for value in call.args[:-1] if not isinstance(value, fx.Node))
+        given = ops.given(call)
+        values = {n: v for n, v in given.items() if n in _SAID}
+        if "into" in given:
+            values |= {n: from_the_next(given[n], given["rank"]) for n in ("into", "sent")}
+        return " ".join([*found, *(f"{n}={v}" for n, v in values.items())])
+    plain = [
+        from_the_next(value, ranks.rank) if ranks and isinstance(value, (list, tuple)) else value
+        for value in call.args[:-1]
+        if not isinstance(value, fx.Node)
+    ]
     where = [] if group is None or ranks is None else [f"group={group} size={ranks.size}"]
     return " ".join([str(call.target), *map(str, plain), *where])
+
+
+def from_the_next(splits: Sequence[Any], rank: int) -> list[Any]:
+    """A number for each rank of a group, beginning with that of the rank after `rank`.
+
+    So what is sent around a ring is told in the same words by each. Other splits that are not even
+    are refused where they are constants: nobody would see that two ranks' do not fit together.
+    """
+    if not all(isinstance(size, int) for size in splits):
+        return list(splits)  # found in the data
+    return [*splits[rank + 1 :], *splits[: rank + 1]]
 
 
 _SAID = ("op", "root")  # arguments of the model's collectives that ranks must have alike

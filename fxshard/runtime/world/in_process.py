@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxshard.errors import ConfigError
 from fxshard.ir import layout, ops, tags
 
-_KNOWN = ("size", "group", "ranks", "stride")  # arguments that say who takes part
+_KNOWN = ("size", "group", "ranks", "rank", "stride")  # arguments that say who takes part
 Ranks = list[list[Tensor]]  # per rank of a group, the operands or the results of an operator
 
 
@@ -185,7 +185,17 @@ class InProcessWorld:
     model_all_reduce = reduce_now
 
     def model_all_to_all(self, ranks: Ranks, into: Sequence[int], sent: Sequence[int]) -> Ranks:
-        """What each rank has for each."""
+        """What each rank has for each.
+
+        Raises:
+            ConfigError: parts are not even, so that each rank would have splits of its own.
+        """
+        if len({*into, *sent}) > 1:
+            raise ConfigError(
+                f"the model calls an all-to-all that sends {list(sent)} rows and receives "
+                f"{list(into)}: other ranks have other splits, and in one process all run the "
+                f"program of one of them. Run a process for each rank."
+            )
         parts = [[tensor.split(list(sent)) for tensor in tensors] for tensors in ranks]
         return [
             [torch.cat([own[i][rank] for own in parts]) for i in range(len(tensors))]
