@@ -133,6 +133,8 @@ def scattered(call: fx.Node) -> Found | None:
     full = _only(dict.fromkeys(fulls))
     if full is None or len(alike) != 1 or [item.args[1] for item in items] != [*range(len(items))]:
         return None
+    target: Any
+    rest: Any
     target, rest = next(iter(alike))
     val = full.meta["val"]
     product = tags.source(full) if full.target in VIEWS else full
@@ -152,7 +154,7 @@ def _only(nodes: Any) -> fx.Node | None:
 
 
 def _is_flat(view: fx.Node, full: fx.Node) -> bool:
-    shape, val = full.meta["val"].shape, view.meta.get("val")
+    shape, val = full.meta["val"].shape, cast("Any", view.meta.get("val"))
     flat = view.target in VIEWS and tuple(val.shape) == (shape[0] * shape[1], shape[2])
     return bool(flat)
 

@@ -22,7 +22,10 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 # Functional collective -> the operator that launches it, and its arguments after the ranks'.
 LAUNCHES: dict[Any, tuple[Any, Callable[[tuple[Any, ...], Ranks], tuple[Any, ...]]]] = {
     _functional.all_gather_into_tensor.default: (ops.model_all_gather, lambda args, ranks: ()),
-    _functional.reduce_scatter_tensor.default: (ops.model_reduce_scatter, lambda args, ranks: args[1:2]),
+    _functional.reduce_scatter_tensor.default: (
+        ops.model_reduce_scatter,
+        lambda args, ranks: args[1:2],
+    ),
     _functional.all_reduce.default: (ops.model_all_reduce, lambda args, ranks: args[1:2]),
     _functional.all_to_all_single.default: (
         ops.model_all_to_all,
