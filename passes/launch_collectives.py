@@ -141,16 +141,14 @@ def ordered(run: list[fx.Node], calls: set[fx.Node]) -> list[fx.Node]:
     over = 0  # bits of the waits that are in `found`
 
     def take(node: fx.Node) -> None:
-        """Append `node`, after what it needs; results of a list are taken with their operator."""
+        """Append `node`, after what it needs."""
         needed, todo = {node}, [node]
         while todo:
             sources = todo.pop().all_input_nodes
             new = [n for n in sources if n in at and n not in found and n not in needed]
             needed.update(new)
             todo += new
-        users = (user for each in needed for user in each.users if user in at)
-        needed |= {user for user in users if user.target is operator.getitem}
-        found.update(dict.fromkeys(sorted(needed - found.keys(), key=at.__getitem__)))
+        found.update(dict.fromkeys(sorted(needed, key=at.__getitem__)))
 
     while len(found) < len(run):
         for call in mine:
