@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard import pipeline
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.passes.reinplace import OVER_FIRST, OVER_GRADIENT
 
 aten = torch.ops.aten
