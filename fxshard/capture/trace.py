@@ -538,7 +538,8 @@ def _warn_of_changes(before: Snapshot) -> None:
         )
     for where in dict.fromkeys(before.kept_by_code()):
         log.warning(
-            "fxshard: forward keeps a tensor in %s that its code holds: a global, or one of a class "
-            "or of a closure. The traced program repeats what it computes, not that: return it.",
+            "fxshard: forward keeps a tensor in %s that its code holds: a global, or one of a "
+            "class or of a closure. The traced program repeats what it computes, not that: return "
+            "it.",
             where,
         )
