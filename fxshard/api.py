@@ -316,7 +316,7 @@ def fully_shard(
     return module
 
 
-def _state(module: nn.Module) -> None:
+def _state(module: nn.Module) -> Any:
     """Torch's `fully_shard.state`: refused for a sharded module, None for any other."""
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 

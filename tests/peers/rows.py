@@ -53,10 +53,11 @@ this repository:
 
 The runner says "cpu" where a file says "cuda", runs ranks that are threads in torch's tests as
 processes, and takes fxshard's operators where a file counts collectives by theirs:
-`reduce_scatter_tensor_coalesced_` and `allreduce_coalesced_`. Of methods that are not in this table
-only their rows below speak: they need CUDA, or import FSDP2's inside. There was no checkout of the
-release: the files are of the commits named here, read one by one, and cells of the column "as it
-is" below speak of these.
+`reduce_scatter_tensor_coalesced_` and `allreduce_coalesced_`.
+
+No checkout of the release was at hand: each file is put together from the text of the commit that
+is named with it, with the import paths of torch 2.13, without docstrings, and without methods that
+need CUDA or import FSDP2's inside. Of these only their rows below speak.
 """
 
 

@@ -85,6 +85,8 @@ def test_what_came_of_a_method() -> None:
     assert outcome("", f"fxshard.errors.{refused}", {"_b", "_a"}) == ("internals", "_a, _b")
     for error in ("AssertionError: 1 != 2", "fxshard.errors.VerifyError: a race"):
         assert outcome("", error) == ("fails", error)
+    late = "RuntimeError: Process 0 terminated or timed out after 9 seconds"
+    assert outcome("", late) == ("timed out", late)
     assert outcome("", None) == ("fails", "the process died")
 
 

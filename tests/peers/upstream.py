@@ -91,6 +91,7 @@ OUTCOMES = {
     "internals": "it reads FSDP2's inside, by the names in the last column",
     "otherwise": "fxshard does something else on purpose",
     "not on a CPU": "it fails with torch's own `fully_shard` on this machine too",
+    "timed out": "it did not end in the time that it was given; no comparison had failed",
     "fails": "a fault of fxshard's",
 }
 
@@ -168,6 +169,8 @@ def row_of(control: Outcome, ours: Outcome | None, internal: set[str]) -> Row:
     outcome, why = "fails", ours.error
     if ours.result == "passed":
         outcome = "passes"
+    elif "terminated or timed out" in ours.error:
+        outcome = "timed out"
     elif control.method in OTHERWISE:
         outcome, why = "otherwise", OTHERWISE[control.method]
     elif internal:
