@@ -86,7 +86,7 @@ def test_what_came_of_a_method() -> None:
     for error in ("AssertionError: 1 != 2", "fxshard.errors.VerifyError: a race"):
         assert outcome("", error) == ("fails", error)
     late = "RuntimeError: Process 0 terminated or timed out after 9 seconds"
-    assert outcome("", late) == ("timed out", late)
+    assert outcome("", late) == outcome(late, None) == ("timed out", late)
     assert outcome("", None) == ("fails", "the process died")
 
 
