@@ -47,6 +47,7 @@ from fxshard.passes.assign_units import AssignUnits
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.checkpoint import Checkpoint
+from fxshard.passes.chunk_loss import ChunkLoss
 from fxshard.passes.compile_regions import CompileRegions
 from fxshard.passes.insert_free import InsertFree
 from fxshard.passes.insert_reduce import InsertReduce
@@ -87,11 +88,11 @@ class Pass(Protocol):
 
 
 # The first passes: they decide what is computed and saved, whatever is sharded how.
-STEM = ("canonicalize", "assign-units", "assign-checkpoints", "checkpoint")
+STEM = ("canonicalize", "chunk-loss", "assign-units", "assign-checkpoints", "checkpoint")
 
 # The default pipeline in order; those in brackets depend on options, or may be left out.
 ORDER = (
-    *STEM,
+    *("canonicalize", "(chunk-loss)", "assign-units", "assign-checkpoints", "checkpoint"),
     *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
     *("(insert-step)", "(reinplace)"),
     *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
@@ -118,6 +119,7 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
     config = Config.from_options(options) if config is None else config.changed(options)
     return [
         Canonicalize(),
+        *([ChunkLoss(config.chunk_loss)] if config.chunk_loss else []),
         AssignUnits(),
         AssignCheckpoints(),
         Checkpoint(),
@@ -348,12 +350,13 @@ def make_program(
         program.checkpoints, program.meshes = checkpoints, meshes
         return program
 
-    if stems is not None and tuple(step.name for step in passes[: len(STEM)]) == STEM:
+    first = stem_of(passes)
+    if stems is not None and first:
         named = tuple((fqn, repr(policy)) for fqn, policy in checkpoints.items())
-        stem = key, sizes, tuple(unit.fqns for unit in units), named
+        stem = key, sizes, tuple(unit.fqns for unit in units), named, repr(config.chunk_loss)
         if stem not in stems:  # kept now that no pass has refused it
-            stems[stem] = rewritten(start, passes[: len(STEM)], observe)
-        captured, passes = stems[stem], passes[len(STEM) :]
+            stems[stem] = rewritten(start, first, observe)
+        captured, passes = stems[stem], passes[len(first) :]
 
     def sharded() -> Program:
         program = start()
@@ -372,6 +375,13 @@ def make_program(
         return program
 
     return rewritten(sharded, passes, observe)
+
+
+def stem_of(passes: Pipeline) -> Pipeline:
+    """The first of `passes`, if they are `STEM`, with chunk-loss or without; else none."""
+    names = [step.name for step in passes]
+    wanted = [name for name in STEM if name in names or name != ChunkLoss.name]
+    return passes[: len(wanted)] if names[: len(wanted)] == wanted else []
 
 
 def for_schedule(unit: Unit, world: int) -> Unit:
