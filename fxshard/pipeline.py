@@ -49,6 +49,7 @@ from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.checkpoint import Checkpoint
 from fxshard.passes.chunk_loss import ChunkLoss
 from fxshard.passes.compile_regions import CompileRegions
+from fxshard.passes.cut_rows import CutRows
 from fxshard.passes.insert_free import InsertFree
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
@@ -88,11 +89,12 @@ class Pass(Protocol):
 
 
 # The first passes: they decide what is computed and saved, whatever is sharded how.
-STEM = ("canonicalize", "chunk-loss", "assign-units", "assign-checkpoints", "checkpoint")
+_CHUNKS = ("cut-rows", "chunk-loss")  # of the option `chunk_loss`
+STEM = ("canonicalize", *_CHUNKS, "assign-units", "assign-checkpoints", "checkpoint")
 
 # The default pipeline in order; those in brackets depend on options, or may be left out.
 ORDER = (
-    *("canonicalize", "(chunk-loss)", "assign-units", "assign-checkpoints", "checkpoint"),
+    *(f"({name})" if name in _CHUNKS else name for name in STEM),
     *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
     *("(insert-step)", "(reinplace)"),
     *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
@@ -119,7 +121,7 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
     config = Config.from_options(options) if config is None else config.changed(options)
     return [
         Canonicalize(),
-        *([ChunkLoss(config.chunk_loss)] if config.chunk_loss else []),
+        *([CutRows(), ChunkLoss(config.chunk_loss)] if config.chunk_loss else []),
         AssignUnits(),
         AssignCheckpoints(),
         Checkpoint(),
@@ -378,9 +380,9 @@ def make_program(
 
 
 def stem_of(passes: Pipeline) -> Pipeline:
-    """The first of `passes`, if they are `STEM`, with chunk-loss or without; else none."""
+    """The first of `passes`, if they are `STEM`, with those of `chunk_loss` or without."""
     names = [step.name for step in passes]
-    wanted = [name for name in STEM if name in names or name != ChunkLoss.name]
+    wanted = [name for name in STEM if name in names or name not in _CHUNKS]
     return passes[: len(wanted)] if names[: len(wanted)] == wanted else []
 
 

@@ -40,13 +40,16 @@ from fxshard.ir.program import Fact, Program
 from fxshard.ir.rows import (
     CONSTANT,
     MEAN,
+    PRODUCTS,
     ROWS,
     Flat,
     Form,
     NotByRowsError,
     Region,
     Row,
+    erase_unread,
     is_linear,
+    is_weight,
 )
 
 aten: Any = torch.ops.aten
@@ -54,8 +57,10 @@ aten: Any = torch.ops.aten
 MOST_CHUNKS = 256  # each is a copy of the operators
 CHOSEN_CHUNKS = 64  # at most, where the pass chooses
 LOW = (torch.float16, torch.bfloat16)
-PRODUCTS = (aten.mm.default, aten.addmm.default)
-LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+LOSSES = (
+    *(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
+    aten._log_softmax.default,  # of losses that are written out
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +100,8 @@ class ChunkLoss:
 
     def apply(self, program: Program) -> None:
         training = program.signature.training
-        losses = [node for node in program.phase("forward") if node.target in LOSSES]
+        forward = program.phase("forward")
+        losses = [node for target in LOSSES for node in forward if node.target is target]
         if training and not losses:
             raise ConfigError(_without_loss(program))
         done: set[fx.Node] = set()  # of an earlier loss, such as that of the same logits
@@ -154,15 +160,6 @@ def chunk_rows(asked: int | bool, count: int, width: int, vocabulary: int) -> in
 # -- what is found -------------------------------------------------------------------------------
 
 
-def is_weight(node: fx.Node) -> bool:
-    """True for a parameter or buffer, and what views and casts alone make of it."""
-    if node.op == "placeholder":
-        return tags.get(node).role in ("param", "ignored", "buffer")
-    alone = len(node.all_input_nodes) == 1
-    plain = node.target is aten._to_copy.default or tags.aliases_input(node)
-    return alone and plain and is_weight(node.all_input_nodes[0])
-
-
 def found_region(program: Program, logits: fx.Node) -> Region:
     """All that is computed by rows from `logits`, and what of backward is computed from that.
 
@@ -170,7 +167,7 @@ def found_region(program: Program, logits: fx.Node) -> Region:
         NotByRowsError: something else reads a value that has the logits' rows.
     """
     count = logits.meta["val"].shape[0]
-    region = Region(count, {(count,)}, is_weight)
+    region = Region(count, {(count,)})
     region.add(logits)
     for node in program.graph.nodes:
         if node.op != "call_function" or not region.reads(node):
@@ -210,13 +207,8 @@ def _head_of(loss: fx.Node) -> fx.Node:
     Raises:
         NotByRowsError: there is none.
     """
-    if loss.target is not LOSSES[0]:
-        raise NotByRowsError(
-            "its classes are in dimension 1 of more than two. Flatten them: "
-            "F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
-        )
     todo = [tags.source(loss)]
-    for node in todo:
+    for node in todo:  # the nearest first
         if node.target in PRODUCTS and is_weight(cast("fx.Node", node.args[-1])):
             return node
         if node.op == "call_function":
@@ -383,6 +375,7 @@ class _Sweep:
         self.moved = self._required()
         self.instead: dict[fx.Node, fx.Node] = {}  # node -> what stands for it in forward
         self.full: dict[Any, fx.Node] = {}  # value with rows -> the same with them in front
+        self.twins: dict[tuple[fx.Node, Any, int], fx.Node] = {}  # of an earlier, equal chunk
 
     def write(self, rows: int) -> None:
         """Write chunks of `rows` rows each; the last may have fewer."""
@@ -405,13 +398,28 @@ class _Sweep:
         self._replace(made)
 
     def emit(
-        self, like: fx.Node, target: Any, args: Any, name: str, kwargs: dict[str, Any] | None = None
+        self,
+        like: fx.Node,
+        target: Any,
+        args: Any,
+        name: str,
+        kwargs: dict[str, Any] | None = None,
+        rows: int = 0,
     ) -> fx.Node:
-        """Append an operator to the sweep, which stands on the line of `like`."""
+        """Append an operator to the sweep, which stands on the line of `like`.
+
+        Args:
+            rows: of the chunk that it is in; its value is laid out as in others of so many rows.
+        """
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
-        val = self.program.refake(node)
-        if target is not operator.getitem:
-            val = fakes.of_kernel(self.program, node, val)
+        twin = self.twins.get((like, target, rows))
+        val = self.program.repeated(node, twin) if twin is not None else None
+        if val is None:
+            val = self.program.refake(node)
+            if target is not operator.getitem:
+                val = fakes.of_kernel(self.program, node, val)
+        if rows:
+            self.twins[like, target, rows] = node
         return tags.put(node, tags.changed(self.tag, line=tags.get(like).line), val)
 
     def outer(self, node: fx.Node) -> fx.Node:
@@ -605,7 +613,7 @@ class _Chunk:
         if form.dims is None and self._adds(form, node, sums):
             sums[node] = emit(node, aten.addmm.default, (sums[node], *args), name)
             return
-        made = emit(node, form.target, args, name, kwargs)
+        made = emit(node, form.target, args, name, kwargs, self.stop - self.start)
         if form.gathers:
             parts.setdefault(node, []).append(made)
         elif form.dims is not None:
@@ -657,15 +665,3 @@ class _Chunk:
 def is_low(node: fx.Node) -> bool:
     """True if a value is of low precision."""
     return node.meta["val"].dtype in LOW
-
-
-def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase those of `nodes` that nobody reads, and what was made for them alone."""
-    todo = set(nodes)
-    while todo:
-        node = max(todo)
-        todo.remove(node)
-        if node.users or node.op != "call_function" or tags.writes(node) or tags.is_random(node):
-            continue
-        todo.update(node.all_input_nodes)
-        graph.erase_node(node)

@@ -26,6 +26,7 @@ aten: Any = torch.ops.aten
 
 ROWS = "rows"  # in the sizes of a `Form`: how many rows the chunk has
 MEAN, SUM = 1, 2  # at::Reduction
+PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 class NotByRowsError(Exception):
@@ -85,12 +86,10 @@ class Region:
         count: rows.
         shapes: the dimensions that count rows, in each way in which the region has them.
         forms: by node.
-        weight: says of a node whether it is a parameter or made of one alone.
     """
 
     count: int
     shapes: set[tuple[int, ...]]
-    weight: Callable[[fx.Node], bool]
     forms: dict[fx.Node, Form] = dataclasses.field(default_factory=dict)
 
     def has(self, node: Any) -> bool:
@@ -375,6 +374,14 @@ def _nll(region: Region, node: fx.Node) -> Form:
     return Form(node.target, (logs, labels, weight, reduction, ignored), {}, 0)
 
 
+@_rule(aten.nll_loss2d_forward.default, aten.permute.default, aten.transpose.int)
+def _classes_first(region: Region, node: fx.Node) -> Form:
+    raise NotByRowsError(
+        "has classes in another dimension than the last. Flatten the rows: "
+        "F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
+    )
+
+
 @_rule(aten.nll_loss_backward.default)
 def _nll_backward(region: Region, node: fx.Node) -> Form:
     gradient, logs, target, *others = node.args
@@ -389,7 +396,7 @@ def _t(region: Region, node: fx.Node) -> Form:
     return Form(node.target, node.args, {}, -1)
 
 
-@_rule(aten.mm.default, aten.addmm.default)
+@_rule(*PRODUCTS)
 def _product(region: Region, node: fx.Node) -> Form:
     """Rows times a weight, or columns times rows, which is a sum over them."""
     *added, left, right = node.args
@@ -402,7 +409,7 @@ def _product(region: Region, node: fx.Node) -> Form:
             raise NotByRowsError("takes rows as columns")
         rows = Row(tags.source(columns), 1, transposed=True)
         return Form(node.target, (rows, right), {}, None)
-    if not region.weight(cast("fx.Node", right)) or node.kwargs:
+    if not is_weight(cast("fx.Node", right)) or node.kwargs:
         raise NotByRowsError("multiplies rows by something else than a weight")
     added = [region.operand(value, 2, 1) for value in added]
     return Form(node.target, (*added, region.source(left), right), {}, 1, gathers=_is_backward(node))
@@ -458,3 +465,27 @@ def is_zero(value: Any) -> bool:
     if value.target in (aten.full.default, aten.full_like.default):
         return value.args[1] == 0
     return value.target is aten.scalar_tensor.default and value.args[0] == 0
+
+
+# -- graphs -----------------------------------------------------------------------------------------
+
+
+def is_weight(node: fx.Node) -> bool:
+    """True for a parameter or buffer, and what views and casts alone make of it."""
+    if node.op == "placeholder":
+        return tags.get(node).role in ("param", "ignored", "buffer")
+    alone = len(node.all_input_nodes) == 1
+    plain = node.target is aten._to_copy.default or tags.aliases_input(node)
+    return alone and plain and is_weight(node.all_input_nodes[0])
+
+
+def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase those of `nodes` that nobody reads, and what was made for them alone."""
+    todo = set(nodes)
+    while todo:
+        node = max(todo)
+        todo.remove(node)
+        if node.users or node.op != "call_function" or tags.writes(node) or tags.is_random(node):
+            continue
+        todo.update(node.all_input_nodes)
+        graph.erase_node(node)
