@@ -196,8 +196,8 @@ def _returned(program: Program, value: fx.Node, logits: fx.Node, kind: str, name
     where = program.signature.output_names[int(name)]
     return (
         f"{_said(value, logits)} are returned, as {where}: nobody can have them in full and in "
-        f"chunks. Return the loss alone, such as from a module whose forward is "
-        f"'return self.model(**batch).loss'"
+        f"chunks. Return the loss alone (a model of transformers does so after "
+        f"fxshard.integrations.transformers.without_logits(model))"
     )
 
 

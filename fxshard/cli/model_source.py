@@ -176,7 +176,11 @@ def load(args: argparse.Namespace, device: str) -> Call:
                 getattr(model.train(), name, model.gradient_checkpointing_enable)()
             except ValueError as error:  # an architecture that has none
                 raise ConfigError(f"--gradient-checkpointing: {error}.") from error
-        return _with_tokens(without_logits(model) if args.chunk_loss else model, args)
+        if args.chunk_loss:
+            from fxshard.integrations.transformers import without_logits
+
+            model = without_logits(model)
+        return _with_tokens(model, args)
     refuse_beside(
         args,
         "--model",
