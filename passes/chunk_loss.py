@@ -374,6 +374,7 @@ class _Sweep:
         self.anchor = self._place()
         self.moved = self._required()
         self.instead: dict[fx.Node, fx.Node] = {}  # node -> what stands for it in forward
+        self.totals: dict[fx.Node, fx.Node] = {}  # of an nll_loss: how many labels count
         self.full: dict[Any, fx.Node] = {}  # value with rows -> the same with them in front
         self.twins: dict[tuple[fx.Node, Any, int], fx.Node] = {}  # of an earlier, equal chunk
 
@@ -386,7 +387,7 @@ class _Sweep:
         sums: dict[fx.Node, fx.Node] = {}
         with self.graph.inserting_before(self.anchor):
             for node in self.means:
-                if any(user in self.counts and user.users for user in node.users):
+                if node.args[3] == MEAN or any(u in self.counts and u.users for u in node.users):
                     self._count(node)
             for number, start in enumerate(starts):
                 chunk = _Chunk(self, number, start, min(start + rows, self.region.count))
@@ -533,9 +534,8 @@ class _Sweep:
             each = self.emit(loss, aten.index_select.default, (weight, 0, legal), f"{name}_of")
             each = self.emit(loss, aten.masked_fill.Scalar, (each, out, 0), f"{name}ed")
             total = self.emit(loss, aten.sum.default, (each,), name)
-        for user in loss.users:
-            if user in self.counts:
-                self.instead[user] = total
+        self.totals[loss] = total
+        self.instead.update((user, total) for user in loss.users if user in self.counts)
 
     def _sum(self, node: fx.Node, value: fx.Node) -> fx.Node:
         """The result of `node`, from the sum of its chunks."""
@@ -543,8 +543,7 @@ class _Sweep:
         result = next(iter(tags.tensors(node.meta["val"])))
         name = f"{node.name}_sum"
         if node in self.means and node.args[3] == MEAN:
-            total = next(n for user, n in self.instead.items() if user in node.users)
-            value = self.emit(node, aten.div.Tensor, (value, total), name)
+            value = self.emit(node, aten.div.Tensor, (value, self.totals[node]), name)
         if form.whole != 1:
             value = self.emit(node, aten.div.Scalar, (value, form.whole), name)
         if value.meta["val"].dtype is not result.dtype:
