@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.memory import liveness
+from fxshard.memory.held import held_ranges
 from fxshard.memory.optimizer import trace_step
 
 BLOCKS = (25, 75, 250, 750, 2500)
@@ -62,7 +63,7 @@ def measure(blocks: int) -> dict[str, Any]:
     planned = time.process_time()
     step = trace_step(plan.program, torch.optim.AdamW)
     recorded = time.process_time()
-    held = liveness.held_ranges(model, plan.workload.call, plan.program)
+    held = held_ranges(model, plan.workload.call, plan.program)
     report = liveness.analyse(plan.programs, held, step)
     peak = report.peak_bytes
     analysed = time.process_time()

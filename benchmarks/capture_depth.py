@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fxshard.capture import trace
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 
 LAYERS = (8, 16, 32, 126)
 SEQUENCE = 8192

@@ -34,7 +34,7 @@ from benchmarks.vs_fsdp2.models import CASES, WIDE, WORLD, Case
 from benchmarks.vs_fsdp2.peaks import estimates, peaks
 from benchmarks.vs_fsdp2.planned import fxshard_rows, planned
 from benchmarks.vs_fsdp2.tracked import faults, fsdp2_rows
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.memory.category import CATEGORIES, Category, State
 
 ROOT = Path(__file__).parents[1]

@@ -39,6 +39,7 @@ from fxshard import verify
 from fxshard.capture import trace
 from fxshard.host import collector
 from fxshard.memory import liveness
+from fxshard.memory.held import held_ranges
 from fxshard.memory.optimizer import trace_step
 
 BLOCKS = (16, 50, 160, 500, 1600)
@@ -120,7 +121,7 @@ def measure(make: Callable[..., fxshard.Plan], **options: Any) -> dict[str, Any]
     clock.seconds["copy, lint"] = whole - sum(clock.seconds.values())
     record = clock.timed("record optimizer", trace_step)
     step = record(plan.program, plan.config.optimizer)
-    held = clock.timed("held ranges", liveness.held_ranges)
+    held = clock.timed("held ranges", held_ranges)
     ranges = held(plan.workload.module, plan.workload.call, plan.program)
     asked: Any = types.SimpleNamespace(programs=plan.programs, lifecycle=list)
     analyse = clock.timed("liveness", liveness.analyse)

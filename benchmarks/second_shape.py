@@ -1,4 +1,4 @@
-"""CPU seconds of the first call, of the call that first has another size, and of those after it.
+"""CPU seconds of the first call, of those of a second and a third size, and of later ones.
 
     python -m benchmarks.second_shape [model ...]
 
@@ -103,12 +103,12 @@ def main() -> None:
     for name in sys.argv[1:] or MODELS:
         seconds(name)
         runs = [seconds(name) for _ in range(RUNS)]
-        first, second, *later = map(min, zip(*runs, strict=True))
-        ratio = f"{second / first:.1f}x"
-        rows.append([name, f"{first:.2f}", f"{second:.2f}", ratio, f"{max(later):.3f}"])
+        first, second, third, *later = map(min, zip(*runs, strict=True))
+        ratios = [f"{each / first:.1f}x" for each in (second, third)]
+        rows.append([name, f"{first:.2f}", *ratios, f"{max(later):.3f}"])
     today = datetime.date.today().isoformat()
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {today}\n")
-    headers = ["model", "first, CPU s", "second shape", "", "later shapes"]
+    headers = ["model", "first, CPU s", "second shape", "third", "later, CPU s"]
     print(tabulate(rows, headers, tablefmt="github"))
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 import fxshard
 from benchmarks.models import Model
-from fxshard.config import BACKENDS
+from fxshard.config.options import BACKENDS
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

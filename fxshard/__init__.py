@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxshard.api import compile, fsdp2_memory, fully_shard, plan, shard, tune, validate
-    from fxshard.config import Options
+    from fxshard.config.options import Options
     from fxshard.dryrun.fsdp2 import Fsdp2Memory
     from fxshard.dryrun.run import DryRun, dry_run, is_dry_run
     from fxshard.dynamo.graphs import reports
@@ -82,7 +82,7 @@ _HOMES = {
     "Fsdp2Memory": "dryrun.fsdp2",
     "FxshardModule": "runtime.module",
     "MemoryReport": "memory.report",
-    "Options": "config",
+    "Options": "config.options",
     "Pass": "pipeline",
     "Pipeline": "pipeline",
     "Plan": "plans.plan",

@@ -14,25 +14,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fxshard._torch import process_groups
 from fxshard.arguments import check_called, check_flag, check_progress
 from fxshard.bytesize import is_count, parse_budget
-from fxshard.capture import attributes, shapes, trace
+from fxshard.capture import trace
 from fxshard.capture.held import copied
-from fxshard.config import Config, Options, grid, with_options
+from fxshard.config.checked import Config
+from fxshard.config.docs import with_options
+from fxshard.config.options import Options
+from fxshard.config.world_size import grid
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.dryrun.fsdp2 import Fsdp2Memory, Recipe, run_fsdp2
 from fxshard.dynamo import graphs
-from fxshard.errors import ConfigError, UnitError, UnknownSizeError
+from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.host.progress import say, task
-from fxshard.ir.layout import Grid
-from fxshard.ir.units import Unit, check_reshard, configured_units, placed
-from fxshard.memory.report import MemoryReport
-from fxshard.pipeline import Observer, make_program
-from fxshard.planner import budget
+from fxshard.ir.splitting import configured_units, placed
+from fxshard.pipeline import Observer
+from fxshard.planner.budget import planned, within_budget
 from fxshard.planner.result import Tuning
 from fxshard.planner.tune import PLANS, tuned
-from fxshard.plans.plan import Plan, make_plan
+from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, example
 from fxshard.runtime import reading, replaced
 from fxshard.runtime.gathering import let_gather
@@ -40,22 +40,23 @@ from fxshard.runtime.module import (
     FxshardModule,
     as_fsdp_module,
     check_swappable,
-    sharded,
     unchanged_on_error,
 )
+from fxshard.runtime.prepare import (
+    plain_module,
+    refuse_extended,
+    refuse_placed,
+    shard_model,
+    sharding_of,
+)
 from fxshard.runtime.runtime import Runtime
-from fxshard.runtime.sharding import Sharding, Slot, other_meshes
+from fxshard.runtime.sharding import Slot
 from fxshard.runtime.taken_over import require_unsharded, taken_over
 from fxshard.runtime.unit_calls import UnitCall, options_of, outermost
-from fxshard.runtime.variants import Traced
-from fxshard.runtime.world.c10d import C10dWorld
-from fxshard.runtime.world.in_process import InProcessWorld
-from fxshard.runtime.world.mesh import world_for
-from fxshard.validation.compare import Validation, compare
+from fxshard.validation.compare import Validation
 from fxshard.validation.numerics import beside_eager
 from fxshard.validation.on_ranks import beside_ranks
-from fxshard.validation.rehearsal import split_steps, tracked
-from fxshard.verify.certificate import agreement
+from fxshard.validation.rehearsal import bytes_beside
 
 log: logging.Logger = logging.getLogger("fxshard")
 
@@ -111,7 +112,7 @@ def plan(
     if observe is not None:
         check_called("observe", observe, "a pass's name", "text before", "text after")
     check_progress(progress)
-    module = _plain_module(model)
+    module = plain_module(model)
     workload = Workload(
         module,
         example(args, kwargs),
@@ -124,7 +125,7 @@ def plan(
         in_flight=in_flight,
     )
     with task("planning", shown=progress):
-        return _planned(workload, observe)
+        return planned(workload, observe)
 
 
 @with_options
@@ -202,10 +203,10 @@ def _compiled(
 ) -> FxshardModule:
     """See `compile`; `kept` are parameters that are sharded already."""
     call = example(() if args is None else args, kwargs)
-    module = _plain_module(model)
+    module = plain_module(model)
     check_swappable(module)
     config = placed(module, config)
-    sharding = _sharding(module, config, world_size, mesh, process_group, kept)
+    sharding = sharding_of(module, config, world_size, mesh, process_group, kept)
     world = sharding.world
     if config.memory_budget is not None:
         if args is None and kwargs is None:
@@ -213,66 +214,10 @@ def _compiled(
                 "memory_budget needs an example call to plan: fxshard.compile(model, args=(x,), "
                 "memory_budget=...)."
             )
-        config = _within_budget(module, call, world, config)
+        config = within_budget(module, call, world, config)
         units = configured_units(module, config)
         sharding = dataclasses.replace(sharding, config=config, units=units)
-    program, reads = None, attributes.Reads()
-    if args is not None or kwargs is not None:
-        with attributes.noted(reads):
-            program = make_program(
-                module,
-                *call,
-                units=sharding.units,
-                world=world.size,
-                replicas=world.replicas,
-                meshes=other_meshes(world),
-                config=config,
-                device=_device_of(world),
-                symbols=shapes.named(config.dynamic or {}, module, *call),
-            )
-        if not config.ranks_may_differ:
-            world.agree(agreement(program), "the model or the batch structure")
-    before = dict(module.named_parameters())
-    say("sharding")
-    with unchanged_on_error(module):
-        compiled = sharded(sharding)
-        if program is not None:
-            compiled._fxshard.attributes.reads = reads
-            compiled._fxshard.add(*call, Traced(program))
-    slots = compiled._fxshard.slots.items()
-    replaced.mark({fqn: before[fqn] for fqn, slot in slots if slot.tensor is not before[fqn]})
-    return compiled
-
-
-def _sharding(
-    module: nn.Module,
-    config: Config,
-    world_size: int | tuple[int, int] | None,
-    mesh: DeviceMesh | None,
-    process_group: Any,
-    kept: Sequence[Slot] = (),
-) -> Sharding:
-    """How to shard `module`; all ranks hold the same one.
-
-    Raises:
-        ConfigError, UnitError, RankMismatchError: see `compile`.
-    """
-    units = configured_units(module, config)
-    world = world_for(module, config, units, world_size, mesh, process_group)
-    if config.pipeline_stage and not isinstance(world, C10dWorld):
-        raise ConfigError(
-            "pipeline_stage=True needs a process group: start with torchrun, and give "
-            "mesh=mesh['dp'], the ranks that hold the same stage. fxshard.plan needs none."
-        )
-    if config.pipeline_stage and len(world.grids) > 1:
-        raise ConfigError(
-            "pipeline_stage=True with units or parameters on meshes of their own: the end of a "
-            "schedule reduces over one mesh. Leave one of the two out."
-        )
-    check_reshard(units, world.size, other_meshes(world))
-    config.check_runs_on(trace.where_it_computes(module, _device_of(world)))
-    world.agree(_model_lines(units, world.grids), "the model")
-    return Sharding(module, units, world, config, kept)
+    return shard_model(sharding, call if args is not None or kwargs is not None else None)
 
 
 def fully_shard(
@@ -401,16 +346,16 @@ def shard(
     config = Config.from_options(options)
     check_progress(progress)
     graphs.check_options(config)
-    module = _plain_module(model)
+    module = plain_module(model)
     if module is not model or isinstance(model, torch.fx.GraphModule):
         raise ConfigError(
             f"fxshard.shard takes the nn.Module itself, which Dynamo traces, not a "
             f"{type(model).__name__}. Use fxshard.compile."
         )
     config = placed(module, config)
-    sharding = _sharding(module, config, world_size, mesh, process_group)
-    _refuse_extended(sharding.units, "fxshard.shard", "Use fxshard.compile or fxshard.fully_shard")
-    _refuse_placed(sharding.units)
+    sharding = sharding_of(module, config, world_size, mesh, process_group)
+    refuse_extended(sharding.units, "fxshard.shard", "Use fxshard.compile or fxshard.fully_shard")
+    refuse_placed(sharding.units)
     classes = reading.classes(module, sharding.units)
     before = dict(module.named_parameters())
     with task("sharding", shown=progress), unchanged_on_error(module):
@@ -496,8 +441,8 @@ def validate(
             "process. Call it before init_process_group, or in another process."
         )
     args, kwargs = example(args, kwargs)
-    config = placed(_plain_module(model), config)
-    module = copied(_plain_module(model))
+    config = placed(plain_module(model), config)
+    module = copied(plain_module(model))
     for name, param in module.named_parameters():
         if param.is_meta:
             raise ConfigError(
@@ -515,48 +460,27 @@ def validate(
         *(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss, keep_outputs)
     )
     with task("validating", shown=progress):
-        planned = _planned(workload)
+        expected = planned(workload)
         if numerics or ranks == "processes":
             what = "eager PyTorch in one process, with which numerics are compared,"
-            _refuse_extended(planned.units, what, "Validate bytes alone, with ranks='fake'")
-        tangents = planned.workload.tangents
-        workload = dataclasses.replace(workload, config=planned.config, tangents=tangents)
+            refuse_extended(expected.units, what, "Validate bytes alone, with ranks='fake'")
+        tangents = expected.workload.tangents
+        workload = dataclasses.replace(workload, config=expected.config, tangents=tangents)
         if ranks == "processes":
             say(f"running {math.prod(grid(world_size, config))} processes")
-            return beside_ranks(workload, planned.program, planned.memory, steps)
+            return beside_ranks(workload, expected.program, expected.memory, steps)
         try:
             say("running rank 0 under the tracker")
-            found = _bytes_beside(workload, planned.memory, steps)
+            found = bytes_beside(workload, expected.memory, steps)
         except UnknownSizeError as error:
             if not numerics:
                 raise
             found = Validation([], [], 0, 0, unknown=str(error))
         if numerics:
             say("running all ranks, and eager PyTorch")
-            plain = dataclasses.replace(workload, module=_plain_module(model))
+            plain = dataclasses.replace(workload, module=plain_module(model))
             found.numerics = beside_eager(plain)
         return found
-
-
-def _refuse_placed(units: Sequence[Unit]) -> None:
-    """Raise UnitError if a parameter is a DTensor of tensor parallelism."""
-    for param in (param for unit in units for param in unit.params):
-        if param.placed is not None:
-            raise UnitError(
-                f"parameter {param.fqn!r} is a DTensor already, of tensor parallelism over "
-                f"{param.placed.group!r}: what Dynamo captures knows plain tensors. Use "
-                f"fxshard.compile or fxshard.fully_shard after parallelize_module."
-            )
-
-
-def _refuse_extended(units: Sequence[Unit], what: str, remedy: str) -> None:
-    """Raise UnitError if a parameter is of a subclass that says what is gathered of it."""
-    for param in (param for unit in units for param in unit.params):
-        if param.extension is not None:
-            raise UnitError(
-                f"{what} knows nothing of the all-gather that parameter {param.fqn!r}, a "
-                f"{param.extension.kind.__name__}, asks for. {remedy}."
-            )
 
 
 @with_options
@@ -618,7 +542,7 @@ def tune(
     if config.memory_budget is not None:
         raise ConfigError("memory_budget=... in fxshard.tune: give budget=... instead.")
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
-    module = _plain_module(model)
+    module = plain_module(model)
     config = placed(module, config)
     workload = Workload(
         *(module, example(args, kwargs), world_size, config, micro_batches, no_sync),
@@ -632,52 +556,6 @@ def tune(
             plans=plans,
             progress=lambda count, what: show(what, count),
         )
-
-
-def _bytes_beside(workload: Workload, report: MemoryReport, steps: int) -> Validation:
-    """What rank 0 of a fake process group measures in `steps` steps, beside its report."""
-    ranks = math.prod(grid(workload.world_size, workload.config))
-    with torch.random.fork_rng(), process_groups.fake_process_group(0, ranks):
-        measured = tracked(workload, steps)
-    return compare(report, split_steps(measured, steps, workload.micro_batches))
-
-
-def _planned(workload: Workload, observe: Observer | None = None) -> Plan:
-    plan = make_plan(workload, observe=observe)
-    return plan if workload.config.memory_budget is None else budget.fitting(plan)
-
-
-def _within_budget(
-    module: nn.Module, call: Any, world: C10dWorld | InProcessWorld, config: Config
-) -> Config:
-    """`config` with what ``memory_budget`` chooses; the same on all ranks."""
-    ranks = world.size if config.strategy != "no_shard" else world.replicas
-    size = (world.replicas, world.size) if config.hybrid else ranks
-    plan = _planned(Workload(module, call, size, config))
-    log.info("fxshard: %s", plan.chosen)
-    return plan.config
-
-
-def _device_of(world: C10dWorld | InProcessWorld) -> torch.device | None:
-    return torch.device(world.mesh.device_type) if isinstance(world, C10dWorld) else None
-
-
-def _model_lines(units: tuple[Unit, ...], grids: Mapping[str, Grid]) -> list[str]:
-    return [f"{p.line} unit={unit.name}{grids[p.mesh].text}" for unit in units for p in unit.params]
-
-
-def _plain_module(model: Any) -> nn.Module:
-    if isinstance(model, FxshardModule):
-        raise ConfigError(
-            "the model is sharded already: fxshard.compile returned it. Give the plain model, as "
-            "it was built; what a compiled one runs is in its .plan and .memory."
-        )
-    if reading.runtime_of(model) is not None:
-        raise ConfigError(
-            "the model is sharded already, by fxshard.shard. Give the plain model; the memory of "
-            "what torch.compile has captured of it is fxshard.reports(model)."
-        )
-    return trace.as_module(model)
 
 
 def fsdp2_memory(
@@ -738,7 +616,7 @@ def fsdp2_memory(
         *(world_size, device, 0, units, mixed_precision, reshard_after_forward, checkpoint),
         *(compile, optimizer, loss, offload, micro_batches, max_norm, keep_outputs),
     )
-    run = run_fsdp2(_plain_module(model), args, kwargs, recipe)
+    run = run_fsdp2(plain_module(model), args, kwargs, recipe)
     if not compare:
         return Fsdp2Memory(run)
     if not isinstance(checkpoint, str | None):
@@ -751,7 +629,7 @@ def fsdp2_memory(
         "offload": CPUOffloadPolicy() if offload else None,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    planned = plan(
+    ours = plan(
         *(model, args, kwargs),
         world_size=world_size,
         device="cuda" if run.device == "cuda" else None,
@@ -762,4 +640,4 @@ def fsdp2_memory(
         backend="inductor" if compile else "eager",
         **given,
     )
-    return Fsdp2Memory(run, planned.memory)
+    return Fsdp2Memory(run, ours.memory)

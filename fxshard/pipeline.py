@@ -26,7 +26,11 @@ from fxshard import verify
 from fxshard._torch import modes, trees
 from fxshard.bytesize import parse_bytes
 from fxshard.capture import normalize, shapes, trace
-from fxshard.config import Config, Options, Precision, environment, is_pass, with_options
+from fxshard.config.checked import Config, is_pass
+from fxshard.config.docs import with_options
+from fxshard.config.environment import environment
+from fxshard.config.options import Options
+from fxshard.config.precision import Precision
 from fxshard.errors import CaptureError, ConfigError, FxshardError, PassError, VerifyError
 from fxshard.host import collector, files, progress
 from fxshard.ir import dump, tags
@@ -34,13 +38,9 @@ from fxshard.ir.domain import Sizes, Symbols
 from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import (
-    Unit,
-    check_constants,
-    check_reshard,
-    checkpointed_modules,
-    with_precision,
-)
+from fxshard.ir.shardable import check_constants
+from fxshard.ir.unit_options import checkpointed_modules
+from fxshard.ir.units import Unit, check_reshard, with_precision
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits

@@ -6,8 +6,9 @@ import dataclasses
 from typing import ClassVar
 
 from fxshard.ir import tags
+from fxshard.ir.names import unit_of
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import index_of, unit_of
+from fxshard.ir.units import index_of
 
 
 @dataclasses.dataclass(frozen=True)

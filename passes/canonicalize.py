@@ -11,8 +11,9 @@ from torch import fx
 
 from fxshard.capture import fakes, shapes
 from fxshard.ir import tags
+from fxshard.ir.names import unit_of
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import index_of, unit_of
+from fxshard.ir.units import index_of
 
 aten: Any = torch.ops.aten
 

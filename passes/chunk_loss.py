@@ -24,9 +24,7 @@ weight. Whatever else reads a value that has the logits' rows is named in the er
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
-from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -38,8 +36,8 @@ from fxshard.ir import tags
 from fxshard.ir.domain import OPEN
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.rows import (
-    CONSTANT,
     MEAN,
+    NLL,
     PRODUCTS,
     ROWS,
     Flat,
@@ -48,9 +46,10 @@ from fxshard.ir.rows import (
     Region,
     Row,
     erase_unread,
-    is_linear,
     is_weight,
+    outside,
 )
+from fxshard.ir.tangent import Tangent, above
 
 aten: Any = torch.ops.aten
 
@@ -58,7 +57,7 @@ MOST_CHUNKS = 256  # each is a copy of the operators
 CHOSEN_CHUNKS = 64  # at most, where the pass chooses
 LOW = (torch.float16, torch.bfloat16)
 LOSSES = (
-    *(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
+    *(NLL, aten.nll_loss2d_forward.default),
     aten._log_softmax.default,  # of losses that are written out
 )
 
@@ -233,121 +232,6 @@ def _without_loss(program: Program) -> str:
     )
 
 
-# -- the gradient that arrives -------------------------------------------------------------------
-
-
-class _Tangent:
-    """Where the gradient of the loss enters a region.
-
-    Attributes:
-        node: the last scalar through which all of it comes; None: the region has no gradient.
-        seed: what forward computes gradients for.
-    """
-
-    def __init__(self, program: Program, region: Region) -> None:
-        """Find it.
-
-        Raises:
-            NotByRowsError: it is no scalar, or gradients are not linear in it.
-        """
-        self.region = region
-        self._depends: dict[fx.Node, bool] = {}
-        given = [n for n in outside(region) if self._on_tangents(n)]
-        self.node = self._entry(given)
-        self._scaled: dict[fx.Node, bool] = {}
-        for node in sorted(region.forms):
-            self._check(node)
-        self.seed = 1.0
-        means = any(n.target is LOSSES[0] and n.args[3] == MEAN for n in region.forms)
-        if means and any(n.meta["val"].dtype is torch.float16 for n in self._scaled_nodes()):
-            self.seed = 2.0 ** math.floor(math.log2(region.count))
-
-    def scales(self, node: fx.Node) -> bool:
-        """True if the value of `node` is proportional to the tangent."""
-        if node is self.node:
-            return True
-        if node.op != "call_function" or tags.get(node).phase != "backward":
-            return False
-        if node not in self._scaled:
-            constant = node.target in CONSTANT
-            self._scaled[node] = not constant and any(map(self.scales, node.all_input_nodes))
-        return self._scaled[node]
-
-    def _scaled_nodes(self) -> list[fx.Node]:
-        return [node for node in self.region.forms if self.scales(node)]
-
-    def _on_tangents(self, node: fx.Node) -> bool:
-        """True if `node` is computed from a gradient that arrives at an output."""
-        if node.op == "placeholder":
-            return tags.get(node).role == "tangent"
-        if node not in self._depends:
-            self._depends[node] = tags.get(node).phase == "backward" and any(
-                map(self._on_tangents, node.all_input_nodes)
-            )
-        return self._depends[node]
-
-    def _entry(self, given: list[fx.Node]) -> fx.Node | None:
-        if not given:
-            return None
-        above = _above(given, None, self._on_tangents)
-        for node in sorted(above, reverse=True):
-            rest = _above(given, node, self._on_tangents)
-            if not any(n.op == "placeholder" for n in rest):
-                if node.meta["val"].dim() == 0:
-                    return node
-                break
-        raise NotByRowsError(
-            "gradients arrive at it in several ways, which only backward brings together: return "
-            "one loss, the sum of its parts"
-        )
-
-    def _check(self, node: fx.Node) -> None:
-        """See that `node`, and what scalars it is given in backward, are linear in the tangent."""
-        todo = [node]
-        for each in todo:
-            if each is self.node or not self.scales(each):
-                continue
-            if not is_linear(each, self.scales):
-                raise NotByRowsError(
-                    f"{each.target} {tags.place(each)} is not linear in the gradient that arrives"
-                )
-            todo += [n for n in each.all_input_nodes if n not in self.region.forms]
-
-
-def _above(
-    nodes: Iterable[fx.Node], stop: fx.Node | None, wanted: Callable[[fx.Node], bool]
-) -> set[fx.Node]:
-    """`nodes` and what they are computed from, as far as it is `wanted`, but not through `stop`."""
-    found: set[fx.Node] = set()
-    todo = [node for node in nodes if node is not stop]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [n for n in node.all_input_nodes if n is not stop and wanted(n)]
-    return found
-
-
-def outside(region: Region) -> list[fx.Node]:
-    """What operators of the region read that is not of it, in order."""
-    found: dict[fx.Node, None] = {}
-
-    def take(value: Any) -> Any:
-        if isinstance(value, (Row, Flat)):
-            value = value.node
-        if isinstance(value, fx.Node):
-            if value not in region.forms:
-                found[value] = None
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                take(item)
-
-    for form in region.forms.values():
-        for value in (*form.args, *form.kwargs.values()):
-            take(value)
-    return sorted(found)
-
-
 # -- what is written -----------------------------------------------------------------------------
 
 
@@ -361,13 +245,13 @@ class _Sweep:
             NotByRowsError: a gradient depends on the loss itself.
         """
         self.program, self.graph, self.region = program, program.graph, region
-        self.tangent = _Tangent(program, region)
+        self.tangent = Tangent(region)
         self.tag = tags.changed(
             tags.get(logits), phase="forward", call=None, checkpoint=None, save=False
         )
         self.members = sorted(region.forms)
         self.sums = [n for n in self.members if region.forms[n].dims is None]
-        self.means = [n for n in self.sums if n.target is LOSSES[0]]
+        self.means = [n for n in self.sums if n.target is NLL]
         self.counts = {
             user for n in self.means for user in n.users if user.args[1] == 1
         }  # what an nll_loss divides a mean by
@@ -505,15 +389,15 @@ class _Sweep:
         results = made | {user for n in self.means for user in n.users}
         wanted = [n for n in outside(self.region) if n not in self.counts]
         stop = self.tangent.node
-        above = _above(wanted, stop, lambda n: n not in self.counts)
-        if results & above:
-            node = min(results & above)
+        upward = above(wanted, stop, lambda n: n not in self.counts)
+        if results & upward:
+            node = min(results & upward)
             raise NotByRowsError(
                 f"gradients depend on a sum over all rows, {node.target} {tags.place(node)}"
             )
         return [
             node
-            for node in sorted(above)
+            for node in sorted(upward)
             if node.op == "call_function"
             and tags.get(node).phase == "forward"
             and not node < self.anchor

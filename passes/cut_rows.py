@@ -54,7 +54,7 @@ class CutRows:
         for node in program.phase("forward"):
             if node.target in PRODUCTS and not node.kwargs and OPEN not in node.meta:
                 while (found := _found(program, node)) is not None:
-                    node = _Cut(program, *found).write()  # noqa: PLW2901  # cut once more
+                    node = _Cut(program, *found).write()  # cut once more
 
 
 def _found(

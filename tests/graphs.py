@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_flatten
 
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.codegen.emit import Executor
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.ir import ops, tags, transfers
+from fxshard.ir.names import owner_of
 from fxshard.ir.program import Fact, Program, Result, Signature
-from fxshard.ir.units import Param, Unit, owner_of, with_precision
+from fxshard.ir.units import Param, Unit, with_precision
 from fxshard.runtime.world.in_process import InProcessWorld
 
 _DTYPES = {

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 import fxshard
-from fxshard import config as options
-from fxshard.config import Config, Options
+from fxshard.config.checked import Config
+from fxshard.config.docs import option_docs
+from fxshard.config.options import Options
 
 ROOT = Path(fxshard.__file__).parent.parent
 FOR_IT = "fxshard.integrations.torchtitan"
@@ -85,7 +86,7 @@ def test_options_are_the_fields_of_config() -> None:
 
 
 def test_every_option_has_a_docstring() -> None:
-    told = options.option_docs()
+    told = option_docs()
     assert list(told) == Config.names()
     assert all(said.endswith(".") and len(said) > 20 for said in told.values())
 
@@ -95,7 +96,7 @@ def test_help_shows_every_option_with_its_default(verb: str) -> None:
     said = " ".join((inspect.getdoc(getattr(fxshard, verb)) or "").split())
     for field in dataclasses.fields(Config):
         if field.name != "given":
-            doc = options.option_docs()[field.name]
+            doc = option_docs()[field.name]
             assert f" {field.name}: (default {field.default!r}) {doc}" in said
     parameters = inspect.signature(getattr(fxshard, verb)).parameters
     assert parameters["options"].annotation == "Unpack[Options]"
@@ -138,7 +139,8 @@ def test_mypy_refuses_what_is_no_option(tmp_path: Path) -> None:
     api = pytest.importorskip("mypy.api")
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "mypy.ini").write_text("[mypy]\n")
-    face = ("__init__.py", "api.py", "config.py", "plans/plan.py", "plans/workload.py")
+    config = sorted(f"config/{path.name}" for path in (ROOT / "fxshard" / "config").glob("*.py"))
+    face = ("__init__.py", "api.py", *config, "plans/plan.py", "plans/workload.py")
     out, errors, _ = api.run(
         [
             *("--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path / "cache")),

@@ -17,7 +17,7 @@ from torch import fx
 from fxshard.capture import provenance
 from fxshard.errors import ConfigError
 from fxshard.ir.domain import FoundSize
-from fxshard.ir.units import matches
+from fxshard.ir.names import matches
 
 Told = int | Mapping[str, int | Sequence[int]] | None  # the option
 

@@ -21,7 +21,7 @@ from fxshard.capture import aliasing, precision, provenance, strides
 from fxshard.errors import CaptureError
 from fxshard.ir import tags
 from fxshard.ir.program import Program, Result
-from fxshard.ir.units import learned_buffer
+from fxshard.ir.shardable import learned_buffer
 
 log: logging.Logger = logging.getLogger("fxshard")
 aten: Any = torch.ops.aten

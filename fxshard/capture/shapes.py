@@ -39,7 +39,7 @@ from fxshard.ir.domain import (
     size_at,
 )
 from fxshard.ir.program import Program, input_name
-from fxshard.ir.units import no_plain_tensor
+from fxshard.ir.shardable import no_plain_tensor
 
 aten: Any = torch.ops.aten
 

@@ -43,7 +43,7 @@ from fxshard.capture.repeat import find, ghosts, prove, rehearse, write
 from fxshard.capture.repeat.places import Formless, Runs, Unproven, Wider
 from fxshard.capture.strides import KernelFakeMode
 from fxshard.capture.swapped import as_users_own
-from fxshard.config import environment
+from fxshard.config.environment import environment
 from fxshard.errors import CaptureError
 from fxshard.ir import calls
 from fxshard.ir.domain import Domain, Symbols

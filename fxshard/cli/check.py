@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import fxshard
 from fxshard.bytesize import SIZES, parse_budget, parse_bytes, size_text
 from fxshard.cli.model_source import OPTIMIZERS, imported, load
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, FxshardError, UnitError
 from fxshard.host import files
 from fxshard.host.progress import task

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fxshard.config import BACKENDS, CHECKPOINTS, STRATEGIES
+from fxshard.config.options import BACKENDS, CHECKPOINTS, STRATEGIES
 from fxshard.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from fxshard.cli.model_source import (
 )
 from fxshard.cli.outputs import write
 from fxshard.cli.steps import planned
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
 from fxshard.errors import (
     ConfigError,

@@ -21,7 +21,7 @@ from fxshard.dryrun.gpus import DEFAULT
 from fxshard.dryrun.peaks import peaks_table
 from fxshard.dryrun.run import DryRun, dry_run
 from fxshard.errors import ConfigError
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.memory.cuda.reserved import DeviceMemory
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.report import MemoryReport

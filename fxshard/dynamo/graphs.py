@@ -26,13 +26,16 @@ from torch.distributed.tensor import DTensor
 
 from fxshard import pipeline
 from fxshard._torch import dynamo, export, trees
-from fxshard.config import Config, notice
+from fxshard.config.checked import Config
+from fxshard.config.environment import notice
 from fxshard.dynamo.replay import Bound, Interpreter, Run, relocated, stand_ins, unwraps
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.host.progress import task
-from fxshard.ir import tags, units
+from fxshard.ir import tags
 from fxshard.ir.domain import Symbols
 from fxshard.ir.program import Program
+from fxshard.ir.shardable import check_constants
+from fxshard.ir.unit_options import reshard_by_unit
 from fxshard.ir.units import Unit
 from fxshard.memory.graphs import GraphReports
 from fxshard.runtime import reading
@@ -264,7 +267,7 @@ class Graph:
         config = owner.config.changed(self.options)
         check_options(config)
         if "reshard_after_forward" in self.options:
-            now = units.reshard_by_unit(owner.model, config, owner.units)
+            now = reshard_by_unit(owner.model, config, owner.units)
             if not all(isinstance(value, bool) for value in now.values()):
                 raise ConfigError(
                     "reshard_after_forward with a number of ranks makes process groups: give it to "
@@ -313,7 +316,7 @@ class Graph:
         if config.opens_sizes:
             symbols = symbols_for(kind, others, None, owner.model, ((), {}))
         given = {str(i): v.detach() for i, v in enumerate(rest) if isinstance(v, Tensor)}
-        units.check_constants(owner.model, owner.units, given)
+        check_constants(owner.model, owner.units, given)
         shown = f"capturing a graph of {type(owner.model).__name__}"
         start = time.perf_counter()
         copied: frozenset[int] = frozenset()
@@ -427,7 +430,7 @@ class _Variant:
             return False
         tensors = {f"input {i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
         for name in bound.fqns("buffer"):
-            module, key = owner.buffer_slots[name]
+            module, key = owner.structure.buffers[name]
             tensors[f"buffer {name}"] = module.get_buffer(key)
         places = {n: t.untyped_storage().data_ptr() for n, t in tensors.items() if t.numel()}
         shared = collections.Counter(places.values())
@@ -502,7 +505,7 @@ def _handle_of(arg: Any) -> tuple[Runtime | None, str]:
 def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
     """Which inputs of a graph are parameters or buffers of the model."""
     known: dict[int, tuple[str, str]] = {}
-    for name, (module, key) in owner.buffer_slots.items():
+    for name, (module, key) in owner.structure.buffers.items():
         known.setdefault(id(module._buffers[key]), ("buffer", name))
     for fqn in owner.ignored:
         known[id(owner.ignored_param(fqn))] = ("ignored", fqn)
@@ -542,7 +545,7 @@ def _units_of(
     read = set(bound.fqns("param", "ignored"))
     reshard = {unit.fqn: unit.reshard for unit in owner.units}
     if options.keys() & {"reshard_after_forward"}:
-        reshard = units.reshard_by_unit(owner.model, config, owner.units)
+        reshard = reshard_by_unit(owner.model, config, owner.units)
     return tuple(
         dataclasses.replace(
             unit,

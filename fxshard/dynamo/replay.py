@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fxshard._torch import autograd, checkpointing, dynamo, graphs
 from fxshard.capture import provenance
 from fxshard.errors import CaptureError
-from fxshard.ir import units
+from fxshard.ir.names import owner_of
 from fxshard.runtime import reading
 
 
@@ -101,7 +101,7 @@ def relocated(modules: dict[str, str], first: Bound, now: Bound) -> dict[str, st
     known = set(modules.values())
     found = {}
     for key, fqn in modules.items():
-        around = units.owner_of([fqn], moved)
+        around = owner_of([fqn], moved)
         there = moved[around] + fqn[len(around) :] if around in moved else fqn
         found[key] = there if there in known else fqn
     return found

@@ -1,8 +1,9 @@
 """transformers' own FSDP2, of models that `from_pretrained` shards as it loads them, is fxshard.
 
 ``from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=n))`` calls `fully_shard` on a
-meta model, after a plan of the model's, and fills the shards from the files. `without_logits` lets a
-model of transformers return the loss without the logits, for the option ``chunk_loss``.
+meta model, after a plan of the model's, and fills the shards from the files.
+
+`without_logits` lets a model return the loss without the logits, for the option ``chunk_loss``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxshard._torch import fake_tensors, modes, trees
 from fxshard._torch.dtensors import POST, PRE, local_tensor
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.errors import UnitError
 from fxshard.ir import tags
 from fxshard.ir.layout import gathered, padding, part

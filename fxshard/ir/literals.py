@@ -30,7 +30,7 @@ from torch import Tensor, fx
 
 from fxshard._torch import fake_tensors, sizes, trees
 from fxshard._torch.fake_tensors import FakeTensor, FakeTensorMode
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.ir import dump
 from fxshard.ir.domain import OpenTensor
 from fxshard.ir.layout import Grid

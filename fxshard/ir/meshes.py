@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxshard.config import HYBRID, Config
+from fxshard.config.checked import Config
+from fxshard.config.options import HYBRID
 from fxshard.errors import ConfigError
 from fxshard.ir.layout import Grid
 from fxshard.ir.placements import OnMesh

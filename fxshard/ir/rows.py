@@ -26,6 +26,7 @@ aten: Any = torch.ops.aten
 
 ROWS = "rows"  # in the sizes of a `Form`: how many rows the chunk has
 MEAN, SUM = 1, 2  # at::Reduction
+NLL = aten.nll_loss_forward.default
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
@@ -65,7 +66,7 @@ class Form:
         args, kwargs: nodes of the region stand for what they are in the chunk, other nodes for
             themselves; `Row`, `Flat` and `ROWS` say what else there is.
         dims: how many dimensions of the full result count rows; 0: the result has none, and each
-            chunk has its own; -1: the rows are the columns of a matrix; None: it is a sum over rows.
+            chunk has its own; -1: rows are the columns of a matrix; None: it is a sum over rows.
         whole: of a sum, by how many elements a mean divides it; else 1.
         gathers: the result has rows, and is wanted in full.
     """
@@ -362,7 +363,7 @@ def _sum(region: Region, node: fx.Node) -> Form:
     return Form(aten.sum.dim_IntList, (source, placed, keeps), kwargs, None, whole)
 
 
-@_rule(aten.nll_loss_forward.default)
+@_rule(NLL)
 def _nll(region: Region, node: fx.Node) -> Form:
     logs, target, weight, reduction, ignored = node.args
     if len(_shape(cast("fx.Node", logs))) != 2:
@@ -412,62 +413,29 @@ def _product(region: Region, node: fx.Node) -> Form:
     if not is_weight(cast("fx.Node", right)) or node.kwargs:
         raise NotByRowsError("multiplies rows by something else than a weight")
     added = [region.operand(value, 2, 1) for value in added]
-    return Form(node.target, (*added, region.source(left), right), {}, 1, gathers=_is_backward(node))
+    return Form(
+        node.target, (*added, region.source(left), right), {}, 1, gathers=_is_backward(node)
+    )
 
 
-# -- operators that are linear -------------------------------------------------------------------
+def outside(region: Region) -> list[fx.Node]:
+    """What operators of the region read that is not of it, in order."""
+    found: dict[fx.Node, None] = {}
 
-OF_FIRST = {  # in their first operand, whatever the others are
-    *(aten.neg.default, aten.view.default, aten._unsafe_view.default, aten.expand.default),
-    *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.t.default),
-    *(aten._to_copy.default, aten.clone.default, aten.slice.Tensor, aten.select.int),
-    *(aten.slice_backward.default, aten.select_backward.default, aten.gather.default),
-    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
-    *(aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.nll_loss_backward.default),
-    *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default),
-    *(aten.tanh_backward.default, aten.sigmoid_backward.default, aten.silu_backward.default),
-    *(aten.gelu_backward.default, aten.threshold_backward.default),
-}
-OF_ONE = {aten.mul.Tensor, aten.mm.default}  # in each of them alone
-OF_BOTH = {aten.add.Tensor, aten.sub.Tensor}  # in both together
-CONSTANT = {
-    *(aten.new_zeros.default, aten.new_full.default, aten.full_like.default),
-    *(aten.zeros_like.default, aten.ones_like.default),
-}
+    def take(value: Any) -> Any:
+        if isinstance(value, (Row, Flat)):
+            value = value.node
+        if isinstance(value, fx.Node):
+            if value not in region.forms:
+                found[value] = None
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                take(item)
 
-
-def is_linear(node: fx.Node, scaled: Callable[[fx.Node], bool]) -> bool:
-    """True if the value of `node` is `k` times itself when all `scaled` operands are `k` times."""
-    places = [n for n, a in enumerate(node.args) if isinstance(a, fx.Node) and scaled(a)]
-    if any(isinstance(v, fx.Node) and scaled(v) for v in node.kwargs.values()):
-        return False
-    if node.target in OF_FIRST:
-        return places == [0]
-    if node.target in OF_ONE:
-        return len(places) == 1
-    if node.target in OF_BOTH:
-        return places == [0, 1]
-    if node.target is aten.masked_fill.Scalar:
-        return places == [0] and node.args[2] == 0
-    if node.target is aten.where.self:
-        return set(places) <= {1, 2} and all(n in places or is_zero(node.args[n]) for n in (1, 2))
-    if node.target in (aten.scatter_add.default, aten.scatter.src):
-        return places == [0, 3] or (places == [3] and is_zero(node.args[0]))
-    return False
-
-
-def is_zero(value: Any) -> bool:
-    """True for zeros that a node makes."""
-    if not isinstance(value, fx.Node):
-        return False
-    if value.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
-        return True
-    if value.target in (aten.full.default, aten.full_like.default):
-        return value.args[1] == 0
-    return value.target is aten.scalar_tensor.default and value.args[0] == 0
-
-
-# -- graphs -----------------------------------------------------------------------------------------
+    for form in region.forms.values():
+        for value in (*form.args, *form.kwargs.values()):
+            take(value)
+    return sorted(found)
 
 
 def is_weight(node: fx.Node) -> bool:

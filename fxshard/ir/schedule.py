@@ -15,7 +15,7 @@ from torch import fx
 
 from fxshard.ir import tags
 from fxshard.ir.compiled import Compiled
-from fxshard.ir.units import is_under
+from fxshard.ir.names import is_under
 
 
 @dataclasses.dataclass(frozen=True)

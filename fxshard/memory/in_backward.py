@@ -9,18 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.codegen.optimizer import on_shards
 from fxshard.host import collector
 from fxshard.ir import ops
 from fxshard.ir.program import Program
-from fxshard.memory.optimizer import (
-    OptimizerStep,
-    Runs,
-    Tensors,
-    make_optimizer,
-    record_steps,
-    without_data,
-)
+from fxshard.memory.optimizer import Runs, Tensors, record_steps, without_data
+from fxshard.memory.optimizer_step import OptimizerStep
 
 
 @collector.paused()

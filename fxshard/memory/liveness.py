@@ -17,104 +17,33 @@ import collections
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
-import sympy
-import torch
-from torch import fx, nn
+from torch import fx
 
-from fxshard._torch.trees import tree_flatten
 from fxshard.host import collector
 from fxshard.ir import ops, tags, transfers
-from fxshard.ir.compiled import Compiled
-from fxshard.ir.program import Program, nbytes
-from fxshard.ir.schedule import Point, Region, Schedule, last_reads, points
-from fxshard.ir.units import buffer_dtypes
+from fxshard.ir.program import Program
+from fxshard.ir.schedule import last_reads, points
 from fxshard.memory import symbolic
 from fxshard.memory.category import Category
 from fxshard.memory.gradients import (
     accumulated_bytes,
     gradient_categories,
-    is_reduce_copy,
     partial_bytes,
     unreached,
     unsharded_bytes,
 )
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment, owner_of
 from fxshard.memory.loss import LossStep
-from fxshard.memory.optimizer import OptimizerStep, Parts
+from fxshard.memory.optimizer_step import OptimizerStep, Parts
 from fxshard.memory.recording import Event
+from fxshard.memory.regions import Regions
 from fxshard.memory.report import AskedPlan, MemoryReport
+from fxshard.memory.storages import moment_of
 
 LOSS_PARTS = ("loss", "loss backward")  # names of phases
-
-
-def held_ranges(
-    model: nn.Module,
-    inputs: Any,
-    program: Program,
-    loss: LossStep | None = None,
-    *,
-    formulas: bool = False,
-) -> list[LiveRange]:
-    """What the caller holds throughout the step: shards, buffers, batch.
-
-    Shards count as they are stored: padded, trainable or not. Ignored parameters count as *Sharded
-    Param* too: what the rank holds between steps. With `formulas`, the ranges have theirs.
-    """
-    found: list[LiveRange] = []
-
-    def hold(
-        name: str,
-        module: str,
-        category: Category,
-        size: int,
-        host: bool = False,
-        formula: sympy.Expr | None = None,
-    ) -> None:
-        made = LiveRange(len(found), name, "", module, category, size, host)
-        made.formula = formula if formulas else None
-        found.append(made)
-
-    flats: dict[Any, int] = {}  # the shards of a unit lie in one storage per dtype
-    for fqn, param in program.params.items():
-        layout = program.layouts[fqn]
-        size = layout.shard_bytes
-        formula = layout.shard_numel_over(symbolic.WORLD) * param.dtype.itemsize
-        hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, size, program.offloaded, formula)
-        number = found[-1].storage
-        found[-1].storage = flats.setdefault(layout.storage, number)
-    for fqn, param in program.ignored.items():
-        hold(fqn, owner_of(fqn), Category.SHARDED_PARAM, nbytes(param.shape, param.dtype))
-    dtypes = buffer_dtypes(program.units, dict(model.named_buffers()))
-    seen: set[int] = set()
-    leaves, _ = tree_flatten(inputs)
-    groups: list[tuple[Category, Iterable[tuple[str, Any]]]] = [
-        (Category.BUFFER, [*model.named_buffers(), *program.constants.items()]),
-        (Category.INPUTS, zip(program.signature.input_names, leaves, strict=True)),
-    ]
-    keep = []
-    for category, named in groups:
-        for leaf, (name, value) in enumerate(named):
-            if not isinstance(value, torch.Tensor):
-                continue
-            storage = value.untyped_storage()
-            keep.append(storage)
-            if id(storage) not in seen:
-                seen.add(id(storage))
-                size = storage.nbytes()
-                if category is Category.BUFFER and name in dtypes:
-                    size = nbytes(tuple(value.shape), dtypes[name])
-                formula, owner = None, owner_of(name)
-                if category is Category.INPUTS:
-                    formula, owner = symbolic.input_bytes(program, leaf, value), ""
-                hold(name, owner, category, size, formula=formula)
-    for storage in loss.held if loss else ():
-        if id(storage) not in seen:
-            seen.add(id(storage))
-            hold("held by the loss", LOSS, Category.INPUTS, storage.nbytes())
-    return found
 
 
 @collector.paused()
@@ -211,8 +140,8 @@ def _read(graph: fx.Graph, loss: LossStep) -> set[int]:
     return {loss.tangents[fqn] for fqn in fqns if fqn in loss.tangents}
 
 
-class Walk:
-    """One pass over a step with a reference count per storage; writes a `Ledger`.
+class Walk(Regions):
+    """One pass over a step, row by row of the schedule of each phase.
 
     Between programs it carries what the caller holds: ``.grad``, and accumulated gradients.
     """
@@ -226,14 +155,8 @@ class Walk:
         formulas: bool = False,
     ) -> None:
         """Args: `step`, `parts`: what the steps of the program allocate and free, if it has any."""
+        super().__init__(held)
         self._formulas = formulas
-        self._sizes: symbolic.Expressions = {}
-        self.ledger: Ledger = Ledger()
-        self.ledger.ranges += [each.copied() for each in held]
-        self.now = 0  # tick
-        self._open: dict[int, LiveRange] = {}  # storage -> its range, if it is alive and not held
-        self._refs: dict[int, int] = {}  # storage -> values that refer to it
-        self._storages = len(held)
         self._step, self._parts = step, parts or {}
         self._grads: dict[str, list[int]] = {}  # what `.grad` holds
         self._sums: dict[str, list[int]] = {}  # accumulated gradients
@@ -276,10 +199,10 @@ class Walk:
     def _enter_program(self, program: Program, loss: LossStep | None) -> None:
         assert program.schedule is not None
         self.program = program
-        self.schedule: Schedule = program.schedule
+        self.schedule = program.schedule
         self._params = program.params
         self._sizes = symbolic.expressions(program) if self._formulas else {}
-        self._dead_in: dict[int, dict[fx.Node, list[fx.Node]]] = {}  # by region
+        self._dead_in = {}
         self._categories = gradient_categories(program, unreached(program, loss))
 
     def _forward(
@@ -594,230 +517,3 @@ class Walk:
         for number, (op, size) in made.items():
             each = step.range_of(op, number, size, host=self.program.offloaded)
             self._optimizers[number] = self._new(each)
-
-    def _region(
-        self,
-        row: fx.Node,
-        items: list[fx.Node],
-        inputs: list[list[int]],
-        owned: set[fx.Node],
-        origins: list[fx.Node],
-    ) -> list[list[int]]:
-        """Walk the region that `row` calls; returns the tokens of its results.
-
-        `owned` are arguments that the caller has dropped: they die inside, at their last reader.
-        """
-        region = self.schedule.regions[str(row.target)]
-        if region.compiled is not None:
-            return self._compiled(row, region, region.compiled, items, inputs, owned)
-        default = Category.ACTIVATION if tags.get(row).phase == "forward" else Category.TEMP
-        env: dict[fx.Node, list[int]] = {}
-        tokens_of: dict[int, int] = {}  # storage of the stored body -> token of this call
-        for place, argument, tokens in zip(
-            region.graph.find_nodes(op="placeholder"), row.all_input_nodes, inputs, strict=True
-        ):
-            env[place] = tokens
-            for storage, token in zip(tags.storages(place), tokens, strict=False):
-                tokens_of[id(storage)] = token
-            if not tokens:
-                for storage_id in tags.storage_ids(place):
-                    tokens_of.setdefault(storage_id, -1)
-            if argument not in owned:
-                self._hold(tokens)
-        outputs = tags.operands(region.graph.find_nodes(op="output")[0])
-        labels = self._region_categories(region.body, outputs, items)
-        dead = self._dead(region)
-        for node, origin in zip(region.body, origins, strict=True):
-            tokens = []
-            for i, storage in enumerate(tags.storages(node)):
-                if id(storage) not in tokens_of:
-                    category = labels.get(id(storage), default)
-                    tokens_of[id(storage)] = self._made(origin, category, storage.nbytes(), i)
-                    tokens.append(tokens_of[id(storage)])
-                elif tokens_of[id(storage)] >= 0:
-                    tokens.append(tokens_of[id(storage)])
-                    self._hold([tokens_of[id(storage)]])
-                    if tags.get(node).role == "compute" and tags.writes(node):
-                        self._rewrite(tokens_of[id(storage)], origin)
-            env[node] = tokens
-            self.now += 1
-            for source in dead[node]:
-                self._release(env.pop(source, []))
-            self.now += 1
-        for place in region.graph.find_nodes(op="placeholder"):
-            if not place.users:
-                self._release(env.pop(place, []))
-        return [env[node] for node in outputs]
-
-    def _compiled(
-        self,
-        row: fx.Node,
-        region: Region,
-        compiled: Compiled,
-        items: list[fx.Node],
-        inputs: list[list[int]],
-        owned: set[fx.Node],
-    ) -> list[list[int]]:
-        """As `_region`, by the steps of the compiled code.
-
-        No operator of it makes a copy that can be told from a gradient: what is sent is one.
-        """
-        default = Category.ACTIVATION if tags.get(row).phase == "forward" else Category.TEMP
-        tokens_of: dict[int, list[int]] = {}  # number of a storage -> what the code holds of it
-        numbers: dict[int, int] = {}
-        for place, argument, tokens in zip(
-            region.graph.find_nodes(op="placeholder"), row.all_input_nodes, inputs, strict=True
-        ):
-            if argument not in owned:
-                self._hold(tokens)
-            for storage in tags.storage_ids(place):
-                tokens_of.setdefault(numbers.setdefault(storage, len(numbers)), []).extend(tokens)
-        outputs = tags.operands(region.graph.find_nodes(op="output")[0])
-        labels = self._region_categories(region.body, outputs, items)
-        of_number: dict[int, Category] = {}
-        origins: dict[int, fx.Node] = {}
-        runs = dict(zip(region.body, row.meta["run"], strict=True))
-        for node, number in zip(outputs, compiled.outputs, strict=True):
-            origins.setdefault(number, runs.get(node, row))
-            for storage in tags.storage_ids(node) & labels.keys():
-                of_number[number] = labels[storage]
-        for step in compiled.steps:
-            for number, size in step.made:
-                category = of_number.get(number, default)
-                if category is Category.REDUCE_SCATTER:
-                    category = Category.UNSHARDED_GRAD
-                made = self._made(origins.get(number, row), category, size)
-                tokens_of[number] = [made]
-            if step is compiled.steps[-1]:
-                break  # the return: a part of the row
-            self.now += 1
-            for number in step.dropped:
-                self._release(tokens_of.pop(number, []))
-            self.now += 1
-        found = [tokens_of[number] for number in compiled.outputs]
-        for tokens in found:
-            self._hold(tokens)
-        for tokens in tokens_of.values():
-            self._release(tokens)
-        return [list(tokens) for tokens in found]
-
-    def _region_categories(
-        self, body: list[fx.Node], outputs: list[fx.Node], items: list[fx.Node]
-    ) -> dict[int, Category]:
-        """Categories of storages of a body that are gradients, seen from this call of it."""
-        found: dict[int, Category] = {}
-        for node, item in zip(outputs, items, strict=True):
-            for inner, outer in zip(tags.storages(node), tags.storages(item), strict=True):
-                if id(outer) in self._categories:
-                    found[id(inner)] = self._categories[id(outer)]
-        makers: dict[int, fx.Node] = {}
-        for node in body:
-            for storage in tags.storage_ids(node):
-                makers.setdefault(storage, node)
-        for node in reversed(body):
-            sent = any(found.get(s) is Category.REDUCE_SCATTER for s in tags.storage_ids(node))
-            if not sent or not is_reduce_copy(node.target, dict(node.kwargs)):
-                continue
-            sources = [storage for n in node.all_input_nodes for storage in tags.storage_ids(n)]
-            for storage in sources:
-                maker = makers.get(storage)
-                copied = maker is not None and is_reduce_copy(maker.target, dict(maker.kwargs))
-                category = Category.REDUCE_SCATTER if copied else Category.UNSHARDED_GRAD
-                found.setdefault(storage, category)
-        return found
-
-    def _dead(self, region: Region) -> dict[fx.Node, list[fx.Node]]:
-        if id(region) not in self._dead_in:
-            self._dead_in[id(region)] = last_reads(region.graph)
-        return self._dead_in[id(region)]
-
-    # -- storages --------------------------------------------------------------------------------
-
-    def _allocate(self, node: fx.Node, category: Category, host: bool = False) -> list[int]:
-        return [
-            self._made(node, category, storage.nbytes(), i, host)
-            for i, storage in enumerate(tags.storages(node))
-        ]
-
-    def _made(
-        self, node: fx.Node, category: Category, size: int, place: int = 0, host: bool = False
-    ) -> int:
-        """The storage at `place` among those that `node` makes; a parameter's is its module's."""
-        tag = tags.get(node)
-        of_parameter = tag.fqn in self._params
-        name = tag.fqn if tag.fqn and (of_parameter or node.op == "placeholder") else node.name
-        module = owner_of(tag.fqn or "") if of_parameter else tag.module
-        op = operation_of(node)
-        made = LiveRange(0, name, op, module, category, size, host, line=tag.line)
-        if self._sizes and node.name in self._sizes:
-            made.formula = self._sizes[node.name][place]
-        return self._new(made)
-
-    def _new(self, made: LiveRange) -> int:
-        token = self._storages
-        self._storages += 1
-        made.storage, made.born = token, self.now
-        if self.now != BEFORE:
-            made.stream = self.ledger.moments[self.now // 2].stream
-        self.ledger.ranges.append(made)
-        self._open[token] = made
-        self._refs[token] = 1
-        return token
-
-    def _hold(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if token in self._refs:
-                self._refs[token] += 1
-
-    def _release(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if token in self._refs:
-                self._refs[token] -= 1
-                if not self._refs[token]:
-                    self._end([token])
-
-    def _end(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._refs.pop(token, None)
-            ended = self._open.pop(token, None)
-            if ended is not None:
-                ended.died = self.now
-
-    def _rewrite(self, token: int, node: fx.Node) -> None:
-        """`node` writes its result over a storage: from now on the storage is that result's."""
-        after, tag = self._changed(token), tags.get(node)
-        after.name, after.op, after.line = node.name, operation_of(node), tag.line
-        after.module = tag.module
-
-    def _relabel(self, tokens: Sequence[int], category: Category) -> None:
-        for token in tokens:
-            self._changed(token).category = category
-
-    def _changed(self, token: int) -> LiveRange:
-        """A range of the same storage from now on."""
-        before = self._open[token]
-        before.died = self.now
-        after = before.copied()
-        after.born, after.died = self.now, None
-        self._open[token] = after
-        self.ledger.ranges.append(after)
-        return after
-
-
-def moment_of(place: Point) -> Moment:
-    """A point of the schedule as data."""
-    tag = tags.get(place.origin)
-    op = "" if place.origin.op == "call_module" else operation_of(place.origin)
-    kind: Literal["row", "size", "operator"] = "row"
-    if place.node is not None:
-        kind = "size" if isinstance(place.node.meta.get("val"), int) else "operator"
-    inside = tag.checkpoint is not None
-    where = place.origin.name, op, tag.module, tag.stream, tag.line, tag.call
-    return Moment(*where, kind, inside, tag.recomputed)
-
-
-def operation_of(node: fx.Node) -> str:
-    """``aten.mm`` of a node that calls ``aten.mm.default``; of a getitem, that of its source."""
-    while node.op == "call_function" and node.target is operator.getitem:
-        node = tags.source(node)
-    return str(node.target).removesuffix(".default")

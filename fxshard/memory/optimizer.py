@@ -5,123 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
-import math
-import re
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import sympy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxshard._torch.fake_tensors import FakeTensorMode
-from fxshard._torch.modes import TorchDispatchMode
 from fxshard._torch.trees import tree_flatten_with_path
 from fxshard.codegen import muon, several
-from fxshard.codegen.full_matrices import Matrix, Place, Rounds, most_flops, place_of, put_place
-from fxshard.codegen.full_matrices import table as owners_table
-from fxshard.cost.timeline import OptimizerState
+from fxshard.codegen.full_matrices import Place, place_of, put_place
+from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.errors import ConfigError
 from fxshard.host import collector
 from fxshard.ir import tags, transfers
-from fxshard.ir.layout import gathered
 from fxshard.ir.program import Program
-from fxshard.memory import symbolic
-from fxshard.memory.category import Category
-from fxshard.memory.ledger import OPTIMIZER, LiveRange, owner_of
-from fxshard.memory.recording import Event, Kernels, Recorder, name_of
+from fxshard.memory.exchange import NOWHERE, Mixing, RecordedExchange
+from fxshard.memory.optimizer_step import OptimizerStep, Parts, Sent, State
+from fxshard.memory.recording import Event, Kernels, Recorder
 
 T = TypeVar("T")
 
-
-class State(NamedTuple):
-    """A storage that an optimizer keeps: its `key` in the state of the parameter `fqn`."""
-
-    bytes: int
-    key: str
-    fqn: str
-    shape: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """``exp_avg of layers.0.weight``."""
-        return f"{self.key} of {self.fqn}"
-
-
-Parts = dict[tuple[str, ...], list[Event]]  # by what is stepped together
 Runs = dict[tuple[str, ...], Callable[[], Any]]
 Tensors = Mapping[str, Tensor]  # by FQN
-
-
-@dataclasses.dataclass
-class Sent:
-    """What is sent for updates of full matrices.
-
-    Attributes:
-        names: of the buffers, by storage.
-        exchanges: bytes of each all-to-all, of the larger of its two buffers.
-        flops: of the matrices that one rank owns, at most; in bf16 for Muon.
-        schedules: who owns which, in which round; a table for each optimizer.
-    """
-
-    names: dict[int, str] = dataclasses.field(default_factory=dict)
-    exchanges: list[int] = dataclasses.field(default_factory=list)
-    flops: int = 0
-    schedules: list[str] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class OptimizerStep:
-    """A recording of the first and the second step.
-
-    Attributes:
-        name: class of the optimizer.
-        first, second: events in order; the second step is the steady state.
-        state: storages that are optimizer state after the first or the second step.
-        held: those that are state between the two.
-        parts: with the optimizer in backward, the events of the first and of the second step by
-            what is stepped together (FQNs, in the order of the program's operator).
-        initial: those that the optimizer makes when it is made (Adagrad), before the first step.
-        has_state: the optimizer's ``state`` is not empty after the first step.
-        formulas: the bytes of each storage as an expression of the number of ranks, where it
-            depends on it; empty if not asked for (see `with_formulas`).
-        without: FQNs of parameters without a gradient, as no loss reaches them.
-        sent: what is sent for updates of full matrices, in a step.
-    """
-
-    name: str
-    first: list[Event]
-    second: list[Event]
-    state: dict[int, State]
-    held: list[int]
-    initial: list[int] = dataclasses.field(default_factory=list)
-    has_state: bool = True
-    parts: tuple[Parts, Parts] | None = None
-    formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
-    without: frozenset[str] = frozenset()
-    sent: Sent = dataclasses.field(default_factory=Sent)
-
-    def between_steps(self) -> OptimizerState:
-        """What it keeps between two steps, and sends in one, for an estimate of its time."""
-        found: dict[str, int] = defaultdict(int)
-        for number in self.held:
-            found[self.state[number].fqn] += self.state[number].bytes
-        return OptimizerState(self.name, dict(found), tuple(self.sent.exchanges), self.sent.flops)
-
-    def range_of(self, op: str, number: int, size: int, *, host: bool) -> LiveRange:
-        """The live range of a storage that `op` made: state, or a temporary."""
-        name, owner, category = f"temporary of {op}", OPTIMIZER, Category.TEMP
-        name = self.sent.names.get(number, name)
-        if number in self.state:
-            state = self.state[number]
-            name, owner, category = state.name, owner_of(state.fqn), Category.OPT_STATE
-        formula = self.formulas.get(number)
-        return LiveRange(0, name, op, owner, category, size, host, formula=formula)
 
 
 @collector.paused()
@@ -155,7 +63,7 @@ def trace_step(
 
     def record(device: str, mode: AbstractContextManager[Any]) -> tuple[OptimizerStep, str]:
         size, where = program.world_size, torch.device(device)
-        mixing, exchange = _Mixing(), RecordedExchange(size, where, rank)
+        mixing, exchange = Mixing(), RecordedExchange(size, where, rank)
 
         def step(made: torch.optim.Optimizer, params: Tensors, grads: Tensors) -> Runs:
             for fqn, grad in grads.items():
@@ -193,93 +101,13 @@ def trace_step(
             f"out, or choose an optimizer that steps each element on its own."
         )
     alone = all(program.grid(fqn).shards == 1 for fqn in program.params)
-    if not mixing or (alone and mixing not in _NOWHERE):
+    if not mixing or (alone and mixing not in NOWHERE):
         return recorded
     raise ConfigError(
         f"optimizer {recorded.name}: its step calls {mixing} on sharded parameters. There "
         f"DTensor communicates between ranks, or refuses; a plan knows this rank's rows alone. "
         f"Choose other options (fused, foreach) or another optimizer, or strategy='no_shard'."
     )
-
-
-def with_formulas(
-    program: Program, step: OptimizerStep, record: Callable[[Program], OptimizerStep | None]
-) -> OptimizerStep:
-    """`step`, with the bytes of its storages for other numbers of ranks.
-
-    The step is recorded twice more, with as many rows per parameter as tell parameters apart: what
-    it makes for one has a multiple of that one's elements, in all three recordings.
-
-    Args:
-        program: what was recorded.
-        step: the recording.
-        record: makes another, of a program with other parameters.
-
-    Raises:
-        ConfigError: a storage has no such size.
-    """
-    if step.sent.flops:
-        raise ConfigError(
-            f"optimizer {step.name}: which matrices rank 0 owns differs from one number of ranks "
-            f"to the next, so that there is no formula for it. Plan once for each: "
-            f"plan.at(world=...)."
-        )
-    params = sorted(program.params.values(), key=lambda param: param.position)
-    many = 3 * (len(params) + 1)
-    rows = [{p.fqn: len(params) + 1 + i for i, p in enumerate(params, 1)}]
-    rows += [{p.fqn: many - i for i, p in enumerate(params, 1)}]
-    found = [step, *(record(_with_rows(program, each)) for each in rows)]
-    made = [_made(each) for each in found if each is not None]
-    if len({tuple(each) for each in made}) > 1:
-        raise ConfigError(
-            f"optimizer {step.name}: its step runs other operators for other sizes of parameters, "
-            f"so that there is no formula for it."
-        )
-    ratios = {
-        Fraction(rows[0][p.fqn], rows[1][p.fqn]): (p, rows[0][p.fqn] * math.prod(p.shape[1:]))
-        for p in params
-    }
-    formulas: dict[int, sympy.Expr] = {}
-    for number, size in made[0].items():
-        one, other = made[1][number], made[2][number]
-        if one == other == size:
-            continue
-        param, elements = ratios.get(Fraction(one, other), (None, 1))
-        each = Fraction(one, elements)
-        layout = None if param is None else program.layouts[param.fqn]
-        if layout is None or each * layout.shard_numel != size:
-            raise ConfigError(
-                f"optimizer {step.name}: its step makes something of {size} bytes that belongs to "
-                f"no single parameter, so that there is no formula for it."
-            )
-        formulas[number] = sympy.Rational(each) * layout.shard_numel_over(symbolic.WORLD)
-    return dataclasses.replace(step, formulas=formulas)
-
-
-def _with_rows(program: Program, rows: dict[str, int]) -> Program:
-    """The program as if its shards had so many rows."""
-    world = program.world_size
-    units = tuple(
-        dataclasses.replace(
-            unit,
-            params=tuple(
-                dataclasses.replace(
-                    p, shape=gathered((rows[p.fqn], *p.shape[1:]), world), shard_dim=0
-                )
-                for p in unit.params
-            ),
-        )
-        for unit in program.units
-    )
-    return dataclasses.replace(program, units=units)
-
-
-def _made(step: OptimizerStep) -> dict[int, int]:
-    """Bytes of each storage that a recording makes or holds, in order."""
-    parts = [events for each in step.parts or () for events in each.values()]
-    events = [event for part in (step.first, step.second, *parts) for event in part]
-    made = dict(pair for event in events for pair in event.allocated)
-    return made | {number: state.bytes for number, state in step.state.items()}
 
 
 def _trained(program: Program) -> set[str]:
@@ -329,102 +157,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-# What DTensor has no rule for (torch/distributed/tensor/_ops), not even for full parameters.
-_NOWHERE = ("aten._fused_sgd_", "aten._fused_adagrad_", "aten._foreach_copy_")
-# What it runs on each rank's rows alone, besides operators tagged pointwise.
-_ALONE = re.compile(
-    r"aten\.(empty|zeros|ones|full|new_|rand|arange|scalar_tensor|normal_|uniform_|bernoulli"
-    r"|clone|_to_copy|copy_|detach|alias|fill|zero_|view|unsqueeze|squeeze|expand|permute|transpose"
-    r"|t\.|is_same_size|_local_scalar_dense|lift_fresh|_fused_adamw?_|_foreach_(?!norm|max\.|copy_))"
-)
-
-
-class _Mixing(TorchDispatchMode):
-    """Notes the first operator that mixes rows: DTensor communicates for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found, self.paused = "", False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        mixes = not self.paused and not _runs_alone(func)
-        if mixes and any(t.dim() for t in tags.tensors((args, kwargs))):
-            self.found = self.found or name_of(func).removesuffix(".default")
-        return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _runs_alone(func: Any) -> bool:
-    name = name_of(func)
-    pointwise = torch.Tag.pointwise in func.tags
-    return pointwise or bool(_ALONE.match(name)) or name.startswith("prim.")
-
-
-class RecordedExchange:
-    """Sends nothing: of all-to-alls a recording has the buffers.
-
-    Attributes:
-        size, rank: as which rank of how many it is recorded.
-        device: of the buffers.
-        sent: what would be sent in the step that is recorded.
-        numbers: of the recorder, by storage.
-        mixing: does not look at what owners compute.
-        extended: FQNs of parameters of tensor subclasses, and of DTensors.
-        several: parameters are on several meshes.
-    """
-
-    def __init__(self, size: int, device: torch.device, rank: int = 0) -> None:
-        self.size, self.rank, self.device = size, rank, device
-        self.sent = Sent()
-        self.numbers: dict[int, int] = {}
-        self.mixing = _Mixing()
-        self.extended = frozenset[str]()
-        self.several = False
-
-    @contextlib.contextmanager
-    def stepping(self, matrices: Sequence[Matrix], schedule: Rounds) -> Iterator[None]:
-        """See `fxshard.codegen.full_matrices.Exchange`.
-
-        Raises:
-            ConfigError: a matrix is of a tensor subclass, or parameters are on several meshes.
-        """
-        if self.several:
-            raise ConfigError(several_meshes(matrices[0].fqn))
-        for matrix in matrices:
-            if matrix.fqn in self.extended:
-                raise ConfigError(
-                    f"parameter {matrix.fqn!r}, of a tensor subclass or a DTensor of tensor "
-                    f"parallelism, has an update that needs all of its rows (Muon): those of plain "
-                    f"tensors are sent. Give it to an optimizer that steps each element on its own."
-                )
-        self.sent.flops += most_flops(matrices, schedule)
-        self.sent.schedules.append(owners_table(matrices, schedule))
-        self.mixing.paused = True
-        yield
-        self.mixing.paused = False
-
-    def all_to_all(
-        self, into: Tensor, sent: Tensor, received: Sequence[int], given: Sequence[int]
-    ) -> None:
-        """See `fxshard.codegen.full_matrices.Exchange`."""
-        self.sent.exchanges.append(max(into.nbytes, sent.nbytes))
-        for buffer, name in ((sent, "rows for the owners"), (into, "matrices of this owner")):
-            self.sent.names.setdefault(self.numbers[id(buffer.untyped_storage())], name)
-
-
-def several_meshes(fqn: str) -> str:
-    """What to say of an update of full matrices where parameters are on several meshes."""
-    return (
-        f"parameter {fqn!r} has an update that needs all of its rows (Muon), and parameters of the "
-        f"model are on several meshes: matrices are sent to owners among the ranks of one. Give "
-        f"all units one mesh and strategy, or choose an optimizer that steps each element on its "
-        f"own."
-    )
-
-
-def _step(optimizer: torch.optim.Optimizer, mixing: _Mixing) -> None:
+def _step(optimizer: torch.optim.Optimizer, mixing: Mixing) -> None:
     """Step rows of parameters that have a `Place`."""
     for each in optimizer.members if isinstance(optimizer, several.Several) else [optimizer]:
         if type(each) is torch.optim.Muon:
@@ -604,112 +337,3 @@ def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
         chosen = chosen or (isinstance(group.get("lr"), Tensor) and not group.get("capturable"))
         if "foreach" in group and group["foreach"] is None and not chosen:
             group["foreach"] = True
-
-
-def make_optimizer(
-    optimizer: Any, params: list[nn.Parameter], names: Sequence[str] = ()
-) -> torch.optim.Optimizer:
-    """An optimizer over `params` from the ``optimizer`` option (a callable, or an instance).
-
-    `names`: of the parameters; a callable of ``named_parameters`` gets both. Several optimizers
-    become one.
-
-    Raises:
-        ConfigError: it is neither; or the instance has more than its class and options say.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return _like(optimizer, params)
-    try:
-        given: Any = list(zip(names, params, strict=True)) if _takes_names(optimizer) else params
-        made = optimizer(given) if callable(optimizer) else None
-        if isinstance(made, (list, tuple)) and made:
-            made = several.Several(made) if len(made) > 1 else made[0]
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"optimizer={optimizer!r}: it could not be made over the parameters of the model: "
-            f"{error}"
-        ) from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer={optimizer!r}: expected a callable params -> torch.optim.Optimizer, such "
-            f"as lambda params: torch.optim.AdamW(params, lr=1e-3), or one that makes a list of "
-            f"optimizers, such as lambda named_parameters: [Muon(...), AdamW(...)]."
-        )
-    return made
-
-
-def _like(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """One of the class and the default options of `optimizer`, over `params`.
-
-    Raises:
-        ConfigError: that would leave out something of `optimizer`.
-    """
-    kind = type(optimizer)
-    # Defaults may hold more than the constructor takes (AdamW adds decoupled_weight_decay).
-    accepted = inspect.signature(kind).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    lost = _besides_defaults(optimizer, params)
-    if not lost:
-        made = kind(params, **options)
-        if not (lost := _differing(made.defaults, optimizer.defaults)):
-            return made
-    raise ConfigError(
-        f"optimizer=<{kind.__name__}>: of an instance over other tensors than this rank's shards, "
-        f"the class and the default options are taken, but this one has {lost}, which would be "
-        f"lost. Give a callable that makes it, of named parameters: optimizer=lambda "
-        f"named_parameters: {kind.__name__}(...), or of the parameters alone: optimizer=lambda "
-        f"params: {kind.__name__}(params, ...)."
-    )
-
-
-def _besides_defaults(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> str:
-    """What an instance has besides its class and default options, in words."""
-    groups = optimizer.param_groups
-    if len(groups) != 1:
-        return f"{len(groups)} parameter groups"
-    options = {k: v for k, v in groups[0].items() if k not in ("params", "param_names")}
-    if changed := _differing(options, optimizer.defaults):
-        return changed
-    counts = len(params), sum(param.requires_grad for param in params)
-    if len(groups[0]["params"]) not in counts:
-        return f"{len(groups[0]['params'])} parameters where the model has {counts[0]}"
-    if any(_begun(state) for state in optimizer.state.values()):
-        return "state of steps that it has made"
-    hooks = [k for k, v in vars(optimizer).items() if k.endswith("_hooks") and v]
-    return f"hooks ({hooks[0].strip('_')})" if hooks else ""
-
-
-def _differing(options: dict[str, Any], defaults: dict[str, Any]) -> str:
-    """The first option that is not the default, in words."""
-    for name in (*options, *defaults):
-        one, other = options.get(name, _NONE), defaults.get(name, _NONE)
-        same = one is other
-        if not same and isinstance(one, Tensor) and isinstance(other, Tensor):
-            same = torch.equal(one, other)
-        elif not same and not isinstance(one, Tensor) and not isinstance(other, Tensor):
-            same = bool(one == other)
-        if not same:
-            values = f"{one!r} in place of {other!r}" if one is not _NONE else f"not {other!r}"
-            values = f"{one!r}, which is no default" if other is _NONE else values
-            return f"a changed option ({name}: {values})"
-    return ""
-
-
-_NONE = object()
-
-
-def _begun(state: dict[str, Any]) -> bool:
-    """True for what a step leaves; Adagrad has state before the first one, of step 0."""
-    step = state.get("step")
-    return bool(state) and not (
-        step is not None and (getattr(step, "is_meta", False) or not bool(step))
-    )
-
-
-def _takes_names(optimizer: Any) -> bool:
-    """True for a callable of ``named_parameters``."""
-    try:
-        first = next(iter(inspect.signature(optimizer).parameters), "")
-    except (TypeError, ValueError):  # no callable, or one written in C
-        return False
-    return first == "named_parameters"

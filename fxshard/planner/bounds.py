@@ -25,7 +25,9 @@ import torch
 from torch import fx
 
 from fxshard.capture import shapes
-from fxshard.config import Config, Precision, grid
+from fxshard.config.checked import Config
+from fxshard.config.precision import Precision
+from fxshard.config.world_size import grid
 from fxshard.cost import operators
 from fxshard.cost.activations import from_parameter
 from fxshard.cost.hardware import Hardware

@@ -20,16 +20,25 @@ budgets go down in equal steps, and then by bisection.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fxshard.bytesize import parse_bytes, size_text
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, DoesNotFitError, TooLittleError
+from fxshard.pipeline import Observer
 from fxshard.planner.search import Search, edge, middle
 from fxshard.planner.space import PREFETCH, RESHARD, Candidate, Choice, schedules
 from fxshard.plans.answers import Chosen, Tried, tried_table
-from fxshard.plans.plan import Plan
+from fxshard.plans.plan import Plan, make_plan
+from fxshard.plans.workload import Workload
+from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
+
+log: logging.Logger = logging.getLogger("fxshard")
 
 HARDWARE = "h100"
 FREE = ("strategy", RESHARD, *PREFETCH, "checkpoint", "offload")
@@ -50,6 +59,23 @@ def fitting(plan: Plan) -> Plan:
         DoesNotFitError: none was found; the text has every setting that was tried.
     """
     return _Fastest(plan).run()
+
+
+def planned(workload: Workload, observe: Observer | None = None) -> Plan:
+    """The plan of a workload; with a ``memory_budget``, the fastest found that fits."""
+    plan = make_plan(workload, observe=observe)
+    return plan if workload.config.memory_budget is None else fitting(plan)
+
+
+def within_budget(
+    module: nn.Module, call: Any, world: C10dWorld | InProcessWorld, config: Config
+) -> Config:
+    """`config` with what ``memory_budget`` chooses; the same on all ranks."""
+    ranks = world.size if config.strategy != "no_shard" else world.replicas
+    size = (world.replicas, world.size) if config.hybrid else ranks
+    plan = planned(Workload(module, call, size, config))
+    log.info("fxshard: %s", plan.chosen)
+    return plan.config
 
 
 class _Fastest:

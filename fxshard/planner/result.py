@@ -10,7 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from fxshard.bytesize import size_text
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.cost.hardware import Hardware
 from fxshard.memory.views.plots import Dot
 from fxshard.planner.space import Candidate

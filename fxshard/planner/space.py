@@ -11,7 +11,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fxshard.bytesize import size_text
-from fxshard.config import Config, Precision
+from fxshard.config.checked import Config
+from fxshard.config.precision import Precision
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fxshard.bytesize import size_text
-from fxshard.config import grid
+from fxshard.config.world_size import grid
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError, DoesNotFitError
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.planner.batches import Batches
 from fxshard.planner.bounds import Bounds, traced
 from fxshard.planner.result import Trial, Tuning, ranked

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fxshard.config import Config, Precision
+from fxshard.config.checked import Config
+from fxshard.config.precision import Precision
 from fxshard.errors import FxshardError
 from fxshard.memory.explain import WhatIf
 from fxshard.planner.batches import batch_size, resized

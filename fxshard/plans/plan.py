@@ -16,7 +16,8 @@ from fxshard.arguments import check_flag
 from fxshard.bytesize import counts, is_size
 from fxshard.capture import shapes
 from fxshard.codegen.emit import emit, require_schedule
-from fxshard.config import Config, grid
+from fxshard.config.checked import Config
+from fxshard.config.world_size import grid
 from fxshard.cost import timeline
 from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.cost.timeline import Estimate
@@ -24,17 +25,21 @@ from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.host import collector, progress
 from fxshard.ir import domain, dump, meshes, tags, transfers
 from fxshard.ir.program import Program
-from fxshard.ir.units import Unit, configured_units
+from fxshard.ir.splitting import configured_units
+from fxshard.ir.units import Unit
 from fxshard.memory import liveness, schedule, symbolic
 from fxshard.memory.explain import WhatIf
 from fxshard.memory.formula import Range, StepFormulas
 from fxshard.memory.gradients import unreached
+from fxshard.memory.held import held_ranges
 from fxshard.memory.in_backward import trace_in_backward
 from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.loss import LossStep, trace_loss
 from fxshard.memory.loss import with_formulas as loss_with_formulas
-from fxshard.memory.optimizer import OptimizerStep, trace_step, with_formulas
+from fxshard.memory.optimizer import trace_step
+from fxshard.memory.optimizer_formulas import with_formulas
+from fxshard.memory.optimizer_step import OptimizerStep
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views.live import live_after
 from fxshard.pipeline import Observer, make_program, open_captures
@@ -226,7 +231,7 @@ class Plan:
         self._require_known_sizes()
         step = self.optimizer_step
         loss, work = self._loss, self.workload
-        held = liveness.held_ranges(work.module, work.call, self.program, loss)
+        held = held_ranges(work.module, work.call, self.program, loss)
         device = str(self.config.device or self.program.device.type)
         scheduled = None
         if self.config.pipeline_stage and self.program.signature.training:
@@ -364,7 +369,7 @@ class Plan:
         if loss is not None and work.loss is not None:
             kept = work.keep_outputs
             loss = loss_with_formulas(self.program, work.loss, loss, keep_outputs=kept)
-        held = liveness.held_ranges(work.module, work.call, self.program, loss, formulas=True)
+        held = held_ranges(work.module, work.call, self.program, loss, formulas=True)
         found = liveness.analyse(
             self.programs, held, step, loss, self.program.device.type, formulas=True
         )
@@ -437,7 +442,7 @@ class Plan:
             return []  # what torch gathers of DTensors on two dimensions is not known here
         work, config = self.workload, self.config
         step = self.step_after_backward()
-        held = liveness.held_ranges(work.module, work.call, self.program)
+        held = held_ranges(work.module, work.call, self.program)
         return lifecycle(self.program, config, work.module, held, step)
 
     def replan(self, **changes: Unpack[Changes]) -> Plan:

@@ -12,7 +12,8 @@ from torch import nn
 from fxshard._torch import trees
 from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_count
-from fxshard.config import Config, Options
+from fxshard.config.checked import Config
+from fxshard.config.options import Options
 from fxshard.errors import ConfigError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fxshard.errors import StepError
-from fxshard.runtime.store import ParameterStore, is_unchanged, state_of
+from fxshard.runtime.store.reads import ReadableStore
+from fxshard.runtime.store.versions import is_unchanged, state_of
 
 
 class Between:
@@ -18,7 +19,7 @@ class Between:
     of them see that, as they share their storages.
     """
 
-    def __init__(self, store: ParameterStore, rows: dict[str, Tensor]) -> None:
+    def __init__(self, store: ReadableStore, rows: dict[str, Tensor]) -> None:
         """Args: rows: values that lie in the buffers that were gathered, by FQN."""
         self._store, self._rows = store, rows
         self._before = {fqn: state_of(store.slots[fqn]) for fqn in rows}

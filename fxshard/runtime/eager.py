@@ -1,6 +1,6 @@
 """Unsharded parameters in eager code: their collectives, and what autograd saves of them.
 
-The collectives are those of the world, as in programs. `fxshard.runtime.store` decides which
+The collectives are those of the world, as in programs. `fxshard.runtime.store.reads` decides which
 parameter is gathered and how its gradient is reduced.
 """
 

@@ -1,7 +1,7 @@
 """What `FullyShardedDataParallel` and `fully_shard` offer besides forward, on a compiled model.
 
 docs/coming-from-fsdp.md lists their names and what each does here. The work on parameters and
-state dicts is done in `fxshard.runtime.store` and `fxshard.runtime.state`.
+state dicts is done in `fxshard.runtime.store.unsharded` and `fxshard.runtime.state`.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from fxshard._torch.dtensors import dtensor_like, local_part, sharded_like
 from fxshard.codegen import full_matrices, muon
 from fxshard.codegen.full_matrices import Exchange, Matrix, Place, Rounds, Update
 from fxshard.errors import StepError
-from fxshard.memory.optimizer import several_meshes
+from fxshard.memory.exchange import several_meshes
 from fxshard.runtime.replaced import PLACE
-from fxshard.runtime.store import ParameterStore
+from fxshard.runtime.store.reads import ReadableStore
 from fxshard.runtime.world.c10d import C10dWorld
 
 
@@ -129,13 +129,13 @@ def _matrix(
 
 
 # Of a model, the owner of each parameter by FQN, for updates that keep something there.
-_owners: weakref.WeakKeyDictionary[ParameterStore, dict[str, int]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[ReadableStore, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 class _OnRanks:
     """The exchange between the ranks of a model's shard group."""
 
-    def __init__(self, store: ParameterStore, world: C10dWorld) -> None:
+    def __init__(self, store: ReadableStore, world: C10dWorld) -> None:
         self._store, self._world = store, world
         self.size, self.rank = world.size, world.rank
         self.device = torch.device(store.device)
@@ -179,7 +179,7 @@ def _place(param: Tensor) -> Place | None:
     return Place(fqn, slot.layout, _exchange(store))
 
 
-def _exchange(store: ParameterStore) -> _OnRanks:
+def _exchange(store: ReadableStore) -> _OnRanks:
     assert isinstance(store.world, C10dWorld)  # parameters are DTensors
     return _OnRanks(store, store.world)
 

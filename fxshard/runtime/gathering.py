@@ -202,7 +202,7 @@ def as_plain(runtime: Runtime) -> Iterator[None]:
 
     Raises:
         RankMismatchError: some ranks do something else.
-        StepError: see `ParameterStore.require_readable`.
+        StepError: see `ReadableStore.require_readable`.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(runtime.world, C10dWorld) and not runtime.summoned:

@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from fxshard._torch import dynamo, trees
 from fxshard.capture import hf
 from fxshard.errors import ConfigError, StepError, UnitError
-from fxshard.ir.units import Unit, ignored_of
+from fxshard.ir.unit_choice import ignored_of
+from fxshard.ir.units import Unit
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
-from fxshard.runtime.store import ParameterStore
+from fxshard.runtime.store.parameters import ParameterStore
 
 RUNTIME, HANDLES = "_fxshard_runtime", "_fxshard_handles"  # attributes besides the user's own
 SHARDED: weakref.WeakSet[Runtime] = weakref.WeakSet()  # of all models that `attach` was given

@@ -21,15 +21,16 @@ from fxshard.capture.attributes import Attributes
 from fxshard.capture.functions import Hooks
 from fxshard.capture.swapped import Inside, as_users_own
 from fxshard.codegen.emit import Executor
+from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.codegen.optimizer import OnShards, on_shards, stepped
-from fxshard.config import Config, notice
+from fxshard.config.checked import Config
+from fxshard.config.environment import notice
 from fxshard.errors import FxshardError, StepError
 from fxshard.host.progress import task
 from fxshard.ir import transfers
 from fxshard.ir.domain import Symbols
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program, Signature
-from fxshard.memory.optimizer import make_optimizer
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import differing, state, transformed
@@ -511,15 +512,16 @@ class Runtime(Phases):
         return kind.having(STARTS, starts[-1]) if starts else kind
 
     def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
+        tree = self.structure.modules
         return {
-            "train or eval": tuple(module.training for module in self.tree),
+            "train or eval": tuple(module.training for module in tree),
             "requires_grad of a parameter": (
                 *(slot.tensor.requires_grad for slot in self.slots.values()),
                 *(self.ignored_param(fqn).requires_grad for fqn in self.ignored),
             ),
             "a buffer": tuple(
                 (buffer.shape, buffer.dtype, buffer.device, buffer.requires_grad)
-                for module, key in self.buffer_slots.values()
+                for module, key in self.structure.buffers.values()
                 if (buffer := module._buffers[key]) is not None
             ),
             STARTS: None,
@@ -527,8 +529,10 @@ class Runtime(Phases):
             SUMS: self._sums() if grad else (True, (), ()),
             KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),
-            "an attribute of a module that forward reads": self.attributes.number(self.tree),
-            "a hook of a module": self.hooks.state(self.tree[1:]),
+            "an attribute of a module that forward reads": self.attributes.number(
+                self.structure.modules
+            ),
+            "a hook of a module": self.hooks.state(tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
         }

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd, dtensors
 from fxshard._torch.dtensors import joined, local_part
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import StepError, UnitError
 from fxshard.ir.extensions import Extension
 from fxshard.ir.layout import Grid, ParamLayout, chunk_of, flat_numels, without_padding
 from fxshard.ir.layout import layouts as layouts_of
-from fxshard.ir.units import Param, Unit, check_shardable, note_replaced
+from fxshard.ir.shardable import check_shardable, note_replaced
+from fxshard.ir.units import Param, Unit
 from fxshard.runtime.initialise import (
     check_fillable,
     full_tensors,

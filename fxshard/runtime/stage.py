@@ -24,7 +24,8 @@ from fxshard.ir import layout
 from fxshard.pipeline import for_schedule
 from fxshard.runtime import eager
 from fxshard.runtime.sharding import Slot
-from fxshard.runtime.store import ParameterStore, State, is_unchanged, state_of
+from fxshard.runtime.store.parameters import ParameterStore
+from fxshard.runtime.store.versions import State, is_unchanged, state_of
 
 
 @dataclasses.dataclass

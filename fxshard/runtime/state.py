@@ -139,7 +139,7 @@ def full_parameters(
 
     Collective. It does what ``FullyShardedDataParallel.summon_full_params`` does
     (torch/distributed/fsdp/_unshard_param_utils.py), except that ``writeback=False`` discards
-    changes on one rank too, and gradients may be offloaded. `all_rows` is that of `ParameterStore`.
+    changes on one rank too, and gradients may be offloaded. `all_rows` is that of `ReadableStore`.
     What was not changed in the block is not written back: an optimizer may step the shards in it.
 
     Raises:

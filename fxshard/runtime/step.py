@@ -24,7 +24,9 @@ from fxshard.runtime.between import Between
 from fxshard.runtime.other_outputs import Begin, call_of, require_repeatable, run_again
 from fxshard.runtime.sharding import Sharding, as_gradient
 from fxshard.runtime.stage import Stage
-from fxshard.runtime.store import ParameterStore, require_all_wanted, state_of
+from fxshard.runtime.store.reads import require_all_wanted
+from fxshard.runtime.store.unsharded import UnshardableStore
+from fxshard.runtime.store.versions import state_of
 from fxshard.runtime.unused import Reach
 from fxshard.runtime.variants import Variant
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -35,7 +37,7 @@ _Part = tuple[str, str]  # role and FQN
 _Noted = tuple[weakref.ref[Tensor], int] | None  # a tensor, and how often it had been written
 
 
-class Phases(ParameterStore):
+class Phases(UnshardableStore):
     """A store on which programs run: arguments of phases, and what an exception leaves undone.
 
     Attributes:
@@ -139,7 +141,7 @@ class Phases(ParameterStore):
         return self._buffer(name)
 
     def _buffer(self, name: str) -> Tensor:
-        module, key = self.buffer_slots[name]
+        module, key = self.structure.buffers[name]
         buffer = module._buffers[key]
         assert buffer is not None
         return buffer

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fxshard._torch import transforms, trees
 from fxshard.capture.swapped import as_users_own, users_class
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.errors import StepError
 from fxshard.runtime import state
-from fxshard.runtime.store import ParameterStore
+from fxshard.runtime.store.reads import ReadableStore
 
 
-def concerns(store: ParameterStore, args: Any, kwargs: Any) -> bool:
+def concerns(store: ReadableStore, args: Any, kwargs: Any) -> bool:
     """True if an argument or a parameter belongs to a transform, or an argument has a tangent."""
     duals = transforms.forward_mode()
     if not duals and not transforms.transforming():
@@ -34,7 +34,7 @@ def concerns(store: ParameterStore, args: Any, kwargs: Any) -> bool:
     )
 
 
-def run(store: ParameterStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(store: ReadableStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the model on unsharded parameters, gathered on all ranks outside of all transforms.
 
     Gradients of the parameters themselves would be reduced by nobody: they are refused if they

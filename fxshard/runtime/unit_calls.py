@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from fxshard.capture.modules import join
-from fxshard.config import Options
+from fxshard.config.options import Options
 from fxshard.errors import ConfigError
 from fxshard.ir.placements import OnMesh, said
 from fxshard.runtime.initialise import leave_empty

@@ -294,8 +294,10 @@ def symbols_for(
     model: nn.Module,
     call: tuple[Any, Any],
 ) -> dict[str, tuple[Place, ...]]:
-    """The sizes that a new program leaves open: the named ones, and those that have varied.
+    """The sizes that a new program leaves open: the named ones, and those that have varied before.
 
+    The first call of other sizes gets a program of fixed sizes, as cheap as the first: most loops
+    have two (the last batch, or evaluation). A call that differs from both leaves open what varied.
     Sizes 0 and 1 are never left open: they broadcast. Sizes that were equal in every call are one
     symbol.
 
@@ -311,6 +313,8 @@ def symbols_for(
     named = shapes.named(dynamic or {}, model, *call)
     taken = {place for places in named.values() for place in places}
     before = [o.sizes for o in others if (o.spec, o.leaves) == (kind.spec, kind.leaves)]
+    if len(set(before)) < 2:
+        return named
     names = [input_name(path) for path, _ in _paths(kind.spec)]
     found: dict[tuple[int, ...], list[Place]] = {}
     for place in _places(kind.sizes):

@@ -37,10 +37,12 @@ from fxshard._torch import trees
 from fxshard.capture import precision
 from fxshard.capture.held import copied
 from fxshard.codegen.optimizer import OnShards
-from fxshard.config import Precision, grid
+from fxshard.config.precision import Precision
+from fxshard.config.world_size import grid
 from fxshard.ir import meshes
 from fxshard.ir.program import Program
-from fxshard.ir.units import Param, Unit, buffer_dtypes, configured_units
+from fxshard.ir.splitting import configured_units
+from fxshard.ir.units import Param, Unit, buffer_dtypes
 from fxshard.plans.workload import Call, Workload
 from fxshard.runtime.module import FxshardModule, sharded
 from fxshard.runtime.runtime import Runtime

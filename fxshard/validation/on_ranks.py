@@ -31,12 +31,13 @@ from torch.distributed.tensor import DTensor, Shard
 from fxshard._torch import trees
 from fxshard.capture import precision
 from fxshard.capture.held import copied
+from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.codegen.optimizer import OnShards
-from fxshard.config import Config, grid
+from fxshard.config.checked import Config
+from fxshard.config.world_size import grid
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program
 from fxshard.ir.units import Param, Unit
-from fxshard.memory.optimizer import make_optimizer
 from fxshard.memory.report import MemoryReport
 from fxshard.plans.workload import Call, Workload
 from fxshard.runtime.module import sharded

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
 
-from fxshard._torch import inductor, trees
+from fxshard._torch import inductor, process_groups, trees
 from fxshard.capture.held import copied
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import grid
+from fxshard.codegen.given_optimizer import make_optimizer
+from fxshard.config.world_size import grid
 from fxshard.errors import StepError
 from fxshard.ir.program import Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.memory.category import Category
-from fxshard.memory.optimizer import make_optimizer
+from fxshard.memory.report import MemoryReport
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import FxshardModule, sharded
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.world.mesh import beside_tensor_parallel, mesh_of, world_over
+from fxshard.validation.compare import Validation, compare
 from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
 
 
@@ -153,3 +156,11 @@ def split_steps(
         found[-1][-1].append(phase)
     assert len(found) == steps, f"{len(found)} steps were tracked, not {steps}"
     return found
+
+
+def bytes_beside(workload: Workload, report: MemoryReport, steps: int) -> Validation:
+    """What rank 0 of a fake process group measures in `steps` steps, beside its report."""
+    ranks = math.prod(grid(workload.world_size, workload.config))
+    with torch.random.fork_rng(), process_groups.fake_process_group(0, ranks):
+        measured = tracked(workload, steps)
+    return compare(report, split_steps(measured, steps, workload.micro_batches))

@@ -15,7 +15,7 @@ from fxshard import verify
 from fxshard.capture import trace
 from fxshard.ir import dump, tags
 from fxshard.ir.program import Program
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from tests import fsdp2
 from tests.capture.capture_cases import built, where
 from tests.zoo import MODELS

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard._torch import export
 from fxshard.capture.cuda import operators as cuda_operators
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.ir import dump
 from fxshard.memory.optimizer import trace_step

@@ -17,7 +17,7 @@ from fxshard.capture import trace
 from fxshard.errors import CaptureError, UnknownSizeError
 from fxshard.ir import tags
 from fxshard.ir.program import Program
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 
 Forward = Callable[["Net", Tensor], Tensor]
 

@@ -69,15 +69,25 @@ def assert_step_as_eager(eager: nn.Module, ours: Any, *call: Any, loss: Any = No
 # -- automatic ------------------------------------------------------------------------------------
 
 
-def test_the_second_size_leaves_what_differs_open() -> None:
+def test_the_third_size_leaves_what_differs_open() -> None:
     eager, ours = pair(Layers())
-    for size in (4, 6, 9, 2, 4, 31):
+    for size in (4, 6, 4, 9, 2, 31, 6):
         assert_step_as_eager(eager, ours, rows(size, 8))
-    first, second = (variant.program for variant in ours._fxshard.variants.values())
-    assert first.domain is None
-    assert second.domain.free == ("args[0].shape[0]",)
+    first, second, third = (variant.program for variant in ours._fxshard.variants.values())
+    assert first.domain is None and second.domain is None, "of two sizes both are as cheap"
+    assert third.domain.free == ("args[0].shape[0]",)
     assert_step_as_eager(eager, ours, rows(1, 8))  # a size of 1 broadcasts: a program of its own
+    assert len(ours._fxshard.variants) == 4
+
+
+def test_what_varied_in_either_of_two_sizes_is_open_in_the_third() -> None:
+    """Batch 4, 2, 4 and length 6, 8, 9: both are open, though no third batch was seen."""
+    eager, ours = pair(Computes())
+    for shape in ((4, 6), (2, 8), (4, 9), (3, 11), (2, 7)):
+        assert_step_as_eager(eager, ours, rows(*shape))
     assert len(ours._fxshard.variants) == 3
+    third = list(ours._fxshard.variants.values())[2].program
+    assert third.domain.free == ("args[0].shape[0]", "args[0].shape[1]")
 
 
 LENGTHS = (8, 11, 5, 3, 14, 9, 16, 2, 12, 7)
@@ -93,7 +103,7 @@ LENGTHS = (8, 11, 5, 3, 14, 9, 16, 2, 12, 7)
         ),
     ],
 )
-def test_ten_lengths_train_as_eager_in_two_programs(name: str) -> None:
+def test_ten_lengths_train_as_eager_in_three_programs(name: str) -> None:
     case = MATRIX[name]
     torch.manual_seed(0)
     eager, ours = pair(case.build(), units=case.units)
@@ -114,7 +124,7 @@ def test_ten_lengths_train_as_eager_in_two_programs(name: str) -> None:
     for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     # The length 3 does not fill the window of 4 that gemma3's attention slides: another way.
-    assert len(ours._fxshard.variants) == (3 if name == "gemma3" else 2)
+    assert len(ours._fxshard.variants) == (4 if name == "gemma3" else 3)
 
 
 def test_other_lengths_leave_nothing_behind() -> None:
@@ -173,9 +183,9 @@ def test_a_size_that_decides_the_way_gets_a_program_for_each_way() -> None:
     eager, ours = pair(Layers(most=6))
     for size in (3, 4, 5, 7, 8, 9, 6, 20, 2):
         assert_step_as_eager(eager, ours, rows(size, 8))
-    # 3 alone, then up to 6, then from 7 on.
-    assert len(ours._fxshard.variants) == 3
-    _, short, long = (variant.program.domain for variant in ours._fxshard.variants.values())
+    # 3 and 4 alone, then up to 6, then from 7 on.
+    assert len(ours._fxshard.variants) == 4
+    _, _, short, long = (variant.program.domain for variant in ours._fxshard.variants.values())
     assert "args[0].shape[0] <= 6" in short.text and "args[0].shape[0] > 6" in long.text
 
 
@@ -206,7 +216,7 @@ def test_sizes_are_computed_as_python_computes_them() -> None:
     eager, ours = pair(Computes())
     for size in (3, 5, 6, 11):
         assert_step_as_eager(eager, ours, rows(4, size))
-    assert len(ours._fxshard.variants) == 2
+    assert len(ours._fxshard.variants) == 3
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
@@ -231,7 +241,7 @@ def test_sizes_of_images_stay_open_where_they_are_interpolated(mode: str) -> Non
         # its autograd hands the backward of these a list that it then refuses ("Expected IntList")
         assert domains == [None] * 5, "a program for each size, all of them right"
     else:
-        assert len(domains) == 3 and domains[1].free == ("args[0].shape[0]",)
+        assert len(domains) == 4 and domains[2].free == ("args[0].shape[0]",)
 
 
 def test_buffers_of_other_shapes_or_dtypes_get_programs_of_their_own() -> None:
@@ -258,10 +268,8 @@ def test_sizes_that_the_model_returns_are_those_of_the_call() -> None:
     for size in (2, 4, 8, 6):
         assert ours(rows(size, 4))[1] == size // 2
         assert_step_as_eager(eager, ours, rows(size, 4), loss=lambda out: out[0] * out[1])
-    assert len(ours._fxshard.variants) == 2
-    assert (
-        "Mod(args[0].shape[0], 2)" in list(ours._fxshard.variants.values())[1].program.domain.text
-    )
+    *fixed, third = (variant.program.domain for variant in ours._fxshard.variants.values())
+    assert fixed == [None, None] and "Mod(args[0].shape[0], 2)" in third.text
 
 
 def test_modes_have_programs_of_their_own_and_learn_of_sizes_from_each_other() -> None:
@@ -364,8 +372,8 @@ def test_more_programs_than_allowed_are_refused_with_the_list() -> None:
 
 
 def test_the_condition_that_a_call_breaks_is_told() -> None:
-    _, ours = pair(Layers(most=6), max_variants=2)
-    for size in (4, 5):  # the second program is for at most 6 rows
+    _, ours = pair(Layers(most=6), max_variants=3)
+    for size in (3, 4, 5):  # the third program is for at most 6 rows
         ours(rows(size, 8))
     holds = r"is \[8, 8\], was \[5, 8\] \(the program holds for .*<= 6 only \(.*test_shapes"
     with pytest.raises(StepError, match=holds):
@@ -402,9 +410,9 @@ class Limits(nn.Module):
 
 def test_what_a_block_that_is_not_traced_asks_of_a_size_holds_too() -> None:
     eager, ours = pair(Limits())
-    for size in (4, 5, 12, 24, 25, 20):
+    for size in (3, 4, 5, 12, 24, 25, 20):
         assert_step_as_eager(eager, ours, rows(size, 8))
-    assert len(ours._fxshard.variants) == 3, "up to 20 rows, and above"
+    assert len(ours._fxshard.variants) == 4, "up to 20 rows, and above"
 
 
 def test_each_program_is_announced_once_with_its_reason(
@@ -414,15 +422,17 @@ def test_each_program_is_announced_once_with_its_reason(
     caplog.set_level(logging.INFO, "fxshard")
     for _ in range(2):
         ours(rows(4, 8))
+        ours(rows(3, 8))
         ours(rows(5, 8))
     ours.eval()
     ours(rows(4, 8))
     lines = [r.message for r in caplog.records if " nodes" in r.message]
     assert [re.sub(r"[\d.]+ s, \d+ nodes", "..", line) for line in lines] == [
         "fxshard: program 1 (the first call): ..",
-        "fxshard: program 2 (args[0] is [5, 8], was [4, 8]): ..; "
+        "fxshard: program 2 (args[0] is [3, 8], was [4, 8]): ..",
+        "fxshard: program 3 (args[0] is [5, 8], was [4, 8]): ..; "
         "open: args[0].shape[0] while args[0].shape[0] <= 6",
-        "fxshard: program 3 (train or eval changed): ..; "
+        "fxshard: program 4 (train or eval changed): ..; "
         "open: args[0].shape[0] while args[0].shape[0] <= 6",
     ]
     assert capsys.readouterr().err == ""
@@ -430,7 +440,7 @@ def test_each_program_is_announced_once_with_its_reason(
     with torch.no_grad():
         ours(rows(4, 8))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("[fxshard] program 4 (grad mode changed): ")
+    assert line.startswith("[fxshard] program 5 (grad mode changed): ")
 
 
 # -- ranks ----------------------------------------------------------------------------------------
@@ -453,7 +463,7 @@ def sizes(rank: int, world_size: int) -> tuple[Result, Result, int]:
 def test_ranks_may_see_other_sizes(ranks: Any) -> None:
     for theirs, ours, programs in ranks(2).run(sizes):
         fsdp2.assert_bitwise(ours, theirs)
-        assert programs == 2
+        assert programs == 3
 
 
 def another_way(rank: int, world_size: int) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from fxshard.capture.repeat.ghosts import Ghost
 from fxshard.errors import CaptureError
 from fxshard.ir import dump, tags
 from fxshard.ir.program import Program
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from tests.zoo import deep
 from tests.zoo import transformers_configs as configs
 from tests.zoo.architecture import ADAMW

@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 import fxshard
 from fxshard import pipeline, verify
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import dump, ops, tags
 from fxshard.ir.program import Program, Result

@@ -10,7 +10,7 @@ import torch
 import fxshard
 from fxshard import pipeline
 from fxshard.cli import model_source
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.cost import timeline
 from fxshard.cost.hardware import Hardware, Link
 from fxshard.cost.timeline import Estimate

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard.cli import model_source
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.cost import operators, timeline
 from fxshard.cost.hardware import Hardware, Link
 from fxshard.cost.timeline import Estimate

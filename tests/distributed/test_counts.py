@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import fxshard
 from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import Config
-from fxshard.ir.units import find_units
+from fxshard.config.checked import Config
+from fxshard.ir.splitting import find_units
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import sharded
 from fxshard.runtime.sharding import Sharding

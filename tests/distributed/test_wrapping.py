@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import (
 
 import fxshard
 from fxshard._torch import process_groups
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from tests.end_to_end.training_cases import assert_same, grads_of, loss_of, state_of
 from tests.fsdp2 import full
 from tests.oracles import Collective, count_collectives

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 
 import fxshard
 from fxshard._torch import process_groups
-from fxshard.config import environment
+from fxshard.config.environment import environment
 from fxshard.errors import CaptureError, ConfigError, FxshardError, UnitError
 from fxshard.passes.canonicalize import Canonicalize
 from tests.eager import Net, batch, pair

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fxshard
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import CheckpointError, ConfigError, RankMismatchError, StepError
 from fxshard.pipeline import default_passes
 from fxshard.runtime.module import FxshardModule

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
-from fxshard.ir.units import checkpointed_modules
+from fxshard.ir.unit_options import checkpointed_modules
 from fxshard.pipeline import default_passes
 
 

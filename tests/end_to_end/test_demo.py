@@ -15,7 +15,7 @@ from examples.demo.__main__ import arguments
 from examples.demo.corpus import read_corpus
 from examples.demo.main import RanksFailedError, conclude, train_on_ranks
 from examples.demo.recipe import Settings
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
 from fxshard.pipeline import default_passes
 

@@ -27,6 +27,7 @@ from fxshard import verify
 from fxshard.host import collector
 from fxshard.ir import tags
 from fxshard.memory import liveness
+from fxshard.memory.held import held_ranges
 from fxshard.memory.lifecycle import init
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.recording import Kernels
@@ -80,7 +81,7 @@ def lines_per_node(make: Callable[..., fxshard.Plan], **options: Any) -> dict[st
         plan = make(passes=lambda default: [Timed(step, lines) for step in default], **options)
     step = lines.timed("optimizer", trace_step)(plan.program, plan.config.optimizer)
     work = plan.workload
-    held = lines.timed("held", liveness.held_ranges)(work.module, work.call, plan.program)
+    held = lines.timed("held", held_ranges)(work.module, work.call, plan.program)
     report = lines.timed("liveness", liveness.analyse)(plan.programs, held, step)
     lines.timed("table", report.table)()
     plan.__dict__ |= {"memory": report, "optimizer_step": step}

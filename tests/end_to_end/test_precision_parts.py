@@ -15,7 +15,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fxshard
-from fxshard.config import Config, Precision
+from fxshard.config.checked import Config
+from fxshard.config.precision import Precision
 from fxshard.errors import ConfigError, UnitError
 from tests import fsdp2
 from tests.end_to_end.precision_cases import (

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard._torch import modules
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
 from fxshard.ir import ops
 from fxshard.memory.category import Category

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxshard
-from benchmarks import published, scale_cells, scale_page
+from benchmarks import published, scale_cells, scale_constants, scale_page, scale_tables
 from benchmarks.scale_cells import BF16, Cell
 from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Shape, call
 from fxshard.cost.hardware import PRESETS, Hardware, Link
@@ -238,26 +238,28 @@ def row_of(text: str, first: str) -> list[str]:
     ],
 )
 def test_constants_have_their_sources(constant: str, h100: str, h200: str, source: str) -> None:
-    assert row_of(scale_page.constants_table(), constant) == [constant, h100, h200, source]
+    assert row_of(scale_constants.constants_table(), constant) == [constant, h100, h200, source]
 
 
 def test_the_page_has_the_constants_of_today() -> None:
-    assert scale_page.constants_table() in shown()
-    assert scale_page.sources_list() in shown()
-    for name, get, _ in scale_page.CONSTANTS:
+    assert scale_constants.constants_table() in shown()
+    assert scale_constants.sources_list() in shown()
+    for name, get, _ in scale_constants.CONSTANTS:
         number = float(row_of(shown(), name)[1].split()[0].replace(",", ""))
         assert number == pytest.approx(get(PRESETS["h100"]), rel=1e-5)
     fields = {field.name for field in dataclasses.fields(Hardware)} - {"name", "host"}
-    assert fields == {re.split(r"[.,]", name)[0] for name, *_ in scale_page.CONSTANTS}
-    used = {tag for tags in scale_page.source_tags().values() for tag in tags}
-    explained = set(re.findall(r"^- \*\*\[(\w+)\]\*\*", scale_page.sources_list(), re.MULTILINE))
+    assert fields == {re.split(r"[.,]", name)[0] for name, *_ in scale_constants.CONSTANTS}
+    used = {tag for tags in scale_constants.source_tags().values() for tag in tags}
+    explained = set(
+        re.findall(r"^- \*\*\[(\w+)\]\*\*", scale_constants.sources_list(), re.MULTILINE)
+    )
     assert used == explained
 
 
 def test_a_constant_without_a_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale_page, "_LINES", {"host": ("host=_PCIE5",)})
+    monkeypatch.setattr(scale_constants, "_LINES", {"host": ("host=_PCIE5",)})
     with pytest.raises(ValueError, match="host: no line 'host=_PCIE5' with the tag of a source"):
-        scale_page.source_tags()
+        scale_constants.source_tags()
 
 
 def test_the_page_is_made_of_the_last_results() -> None:
@@ -314,7 +316,7 @@ def test_torchtitans_policy_saves_every_second_product_of_a_layer() -> None:
 
 def test_ratios_are_ours_over_theirs() -> None:
     found = {"at": 0, "tokens": 2 * 5762.0, "exposed": 0.25, "mfu": 0.5}
-    table = scale_page.published_table([found])
+    table = scale_tables.published_table([found])
     row = row_of(table, "Llama 3 8B")
     assert row[5:12] == ["5,762", "11,524", "2.00", "6,667", "1.73", "25.0%", "torchtitan-h100"]
 
@@ -325,7 +327,7 @@ def test_a_fall_is_from_the_fewest_to_the_most_ranks() -> None:
         {"at": 1, "reserved_bytes": 43 * 2**30, "peak_bytes": 40 * 2**30},
         {"at": 2},
     ]
-    assert scale_page.falls(cells) == {
+    assert scale_tables.falls(cells) == {
         "measured_fall": pytest.approx(15.4),
         "our_fall": 10,
         "reserved_fall": 17,

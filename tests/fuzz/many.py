@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from tests.fuzz.case import Case, drawn_case
 from tests.fuzz.judge import CLASSES, Verdict, judged_here, judged_on_ranks
 from tests.fuzz.operators import OPERATORS

@@ -10,7 +10,7 @@ import torch
 
 import fxshard
 from fxshard import pipeline
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir import dump, ops
 from fxshard.ir.dump import Row
 from fxshard.ir.program import Program

@@ -11,7 +11,7 @@ import pytest
 from torch import fx
 
 from fxshard import pipeline, verify
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program

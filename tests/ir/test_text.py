@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import fxshard
 from fxshard import pipeline, verify
 from fxshard.codegen.emit import emit
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, TextError
 from fxshard.ir import dump, ops, tags, text
 from fxshard.ir.program import Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from tests import captures, graphs, texts
 from tests.passes.passes_cases import marked
-from tests.verify.test_verify_strategies import HALF, SETTINGS, traced
+from tests.verify.settings import HALF, SETTINGS, traced
 from tests.verify.verify_cases import fresh
 from tests.zoo import MODELS, deep
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from fxshard.errors import FxshardError, UnitError
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from tests.zoo import models
 from tests.zoo.models import Block, Mlp, Transformer
 

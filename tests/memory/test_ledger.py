@@ -15,6 +15,7 @@ from fxshard._torch import autograd
 from fxshard.errors import ConfigError
 from fxshard.memory import liveness
 from fxshard.memory.category import Category, State
+from fxshard.memory.held import held_ranges
 from fxshard.memory.ledger import LOSS, OPTIMIZER
 from fxshard.memory.report import MemoryReport
 from tests.zoo import MODELS
@@ -315,7 +316,7 @@ def calls_of_analysis(blocks: int) -> float:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(blocks)))
         x = torch.empty(2, 8)
     plan = fxshard.plan(model, (x,), world_size=8)
-    held = liveness.held_ranges(model, plan.workload.call, plan.program)
+    held = held_ranges(model, plan.workload.call, plan.program)
     profile = cProfile.Profile()
     profile.enable()
     report = liveness.analyse(plan.programs, held, None)

@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import fxshard
 from fxshard._torch import process_groups
 from fxshard.memory.category import Category
+from fxshard.memory.held import held_ranges
 from fxshard.memory.lifecycle.phases import lifecycle
 from fxshard.memory.lifecycle.script import LifecyclePhase
-from fxshard.memory.liveness import held_ranges
 from fxshard.memory.optimizer import trace_step
 from fxshard.runtime import sharding
 from fxshard.runtime.checkpoint import saved as what_is_saved

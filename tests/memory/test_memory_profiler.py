@@ -15,8 +15,9 @@ import fxshard
 from fxshard._torch import process_groups, trees
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import Config, grid
-from fxshard.ir.units import configured_units
+from fxshard.config.checked import Config
+from fxshard.config.world_size import grid
+from fxshard.ir.splitting import configured_units
 from fxshard.memory import kernels
 from fxshard.runtime.module import sharded
 from fxshard.runtime.sharding import Sharding

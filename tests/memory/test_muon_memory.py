@@ -12,7 +12,8 @@ from torch.optim import Muon
 import fxshard
 from fxshard.codegen import full_matrices
 from fxshard.memory.category import CATEGORIES, Category
-from fxshard.memory.optimizer import OptimizerStep, trace_step
+from fxshard.memory.optimizer import trace_step
+from fxshard.memory.optimizer_step import OptimizerStep
 from fxshard.memory.recording import Event
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked

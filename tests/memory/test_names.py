@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.errors import UnitError
-from fxshard.ir import units
+from fxshard.ir import splitting
 from fxshard.memory.views.plots import Curve, plot_curves
 
 ODD = (
@@ -117,7 +117,7 @@ def test_names_that_cannot_be_printed_are_refused(name: str) -> None:
 
 def test_a_name_is_no_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is executed does not rest on names having been refused."""
-    monkeypatch.setattr(units, "_check_names", lambda model: None)
+    monkeypatch.setattr(splitting, "check_printable", lambda model: None)
     touched = tmp_path / "touched"
     name = f"a\n    open({str(touched)!r}, 'w')\n    #".replace(".", "_")
     model = Odd((name,))

@@ -10,8 +10,9 @@ import torch
 
 from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import Config
-from fxshard.ir.units import Reductions, configured_units
+from fxshard.config.checked import Config
+from fxshard.ir.splitting import configured_units
+from fxshard.ir.units import Reductions
 from fxshard.memory.category import Category
 from fxshard.pipeline import make_program
 from fxshard.plans.plan import Plan

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 
 from fxshard import pipeline
-from fxshard.config import Config, Precision
+from fxshard.config.checked import Config
+from fxshard.config.precision import Precision
 from fxshard.ir.calls import Call
 from fxshard.ir.program import Program
 from fxshard.passes.compile_regions import CompileRegions

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import fxshard
 from fxshard import pipeline
 from fxshard._torch import process_groups
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Program

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import fxshard
 from fxshard import pipeline, verify
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, ParamBucket, Program

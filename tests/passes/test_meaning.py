@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_flatten
 
 from fxshard import pipeline
 from fxshard.capture import trace
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir.program import Program
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.passes.insert_step import InsertStep
 from tests import graphs, interpreter
 from tests.interpreter import Found, Values
 from tests.passes.passes_cases import marked
 from tests.passes.test_streams import SMALL, untouched
-from tests.verify.test_verify_strategies import SETTINGS
+from tests.verify.settings import SETTINGS
 from tests.zoo import MODELS
 
 Build = Callable[[], Program]

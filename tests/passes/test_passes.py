@@ -19,11 +19,11 @@ import torch
 
 from fxshard import pipeline
 from fxshard.capture import trace
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.ir import dump, ops, tags
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep

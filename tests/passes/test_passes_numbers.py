@@ -10,9 +10,9 @@ from torch import nn
 
 from fxshard import pipeline
 from fxshard.capture import trace
-from fxshard.config import Precision
+from fxshard.config.precision import Precision
 from fxshard.ir.program import Program
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.passes.insert_reduce import InsertReduce
 from tests import graphs
 from tests.passes.passes_cases import EACH, EXACT, FP16, PASSES, Build, full, root

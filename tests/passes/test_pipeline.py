@@ -14,7 +14,8 @@ from torch import nn
 
 import fxshard
 from fxshard import pipeline
-from fxshard.config import Config, environment
+from fxshard.config.checked import Config
+from fxshard.config.environment import environment
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.ir import dump, ops, tags
 from fxshard.ir.program import Fact, Program

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 import fxshard
 from fxshard import pipeline, verify
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Program

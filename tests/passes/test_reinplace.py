@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard import pipeline
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.passes.reinplace import OVER_FIRST, OVER_GRADIENT
 
 aten = torch.ops.aten
@@ -30,7 +30,8 @@ def arguments(target: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[A
         first = first.abs() + 0.1
     if target is aten.addmm.default:
         rows, columns = first.flatten(0, -2).shape
-        return [first.flatten(0, -2), *(torch.randn(s).to(dtype) for s in ((rows, 7), (7, columns)))]
+        factors = [torch.randn(rows, 7).to(dtype), torch.randn(7, columns).to(dtype)]
+        return [first.flatten(0, -2), *factors]
     if target is aten.masked_fill.Scalar:
         return [first, torch.rand(shape) > 0.5, -1.0]
     if target in TENSORS:

@@ -18,16 +18,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from fxshard import pipeline, verify
 from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor
-from fxshard.config import Config, Precision
+from fxshard.config.checked import Config
+from fxshard.config.precision import Precision
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.verify import orders
 from tests import graphs, streams
 from tests.graphs import APART, BF16
-from tests.verify.test_verify_strategies import SETTINGS, traced
+from tests.verify.settings import SETTINGS, traced
 from tests.verify.verify_cases import fresh
 from tests.zoo import MODELS
 
@@ -72,7 +73,7 @@ def annotated(program: Program, prefetch: int = 1, **options: Any) -> Program:
 
 
 def untouched(name: str, setting: str) -> Program:
-    """A model of the zoo with one of the settings of tests/verify/test_verify_strategies.py."""
+    """A model of the zoo with one of the settings of tests/verify/settings.py."""
     options, attributes = SETTINGS[setting]
     config = Config(units=MODELS[name].units, **options)
     half = config.mixed_precision is not None

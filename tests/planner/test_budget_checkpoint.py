@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.cost import activations
 from fxshard.errors import ConfigError
 from fxshard.ir import tags
 from fxshard.ir.program import Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.memory.category import Category, State
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits

@@ -16,7 +16,7 @@ import fxshard
 from fxshard import pipeline
 from fxshard.capture import trace
 from fxshard.cli import main
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.cost.hardware import PRESETS
 from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.ir import dump

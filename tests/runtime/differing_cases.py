@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fxshard
-from fxshard.config import Config
-from fxshard.ir.units import configured_units
+from fxshard.config.checked import Config
+from fxshard.ir.splitting import configured_units
 from fxshard.verify.certificate import collectives
 from tests.fsdp2 import full
 from tests.oracles import count_collectives

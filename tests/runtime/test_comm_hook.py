@@ -12,9 +12,9 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 import fxshard
 from fxshard._torch import process_groups
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import sharded
 from fxshard.runtime.sharding import Sharding

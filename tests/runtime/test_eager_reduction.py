@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
 import fxshard
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.pipeline import default_passes
 from tests.fsdp2 import full
 from tests.oracles import count_collectives

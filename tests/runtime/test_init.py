@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxshard
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import UnitError
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.runtime.sharding import Sharding, shard_parameters
 from fxshard.runtime.world.in_process import InProcessWorld
 from tests.fsdp2 import full

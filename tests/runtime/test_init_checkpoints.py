@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from fxshard._torch import process_groups
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, RankMismatchError
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from fxshard.runtime.sharding import Sharding, shard_parameters
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 import fxshard
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import dump, ops
 from fxshard.ir.placements import OnMesh

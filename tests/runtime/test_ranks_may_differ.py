@@ -10,7 +10,7 @@ from torch.optim import Adam
 
 import fxshard
 from fxshard.codegen.emit import Executor, TracedExecutor
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir.program import Program
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import sharded

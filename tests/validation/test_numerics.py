@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import fxshard
 from fxshard.cli import main, steps
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir import tags
 from fxshard.ir.program import Program
 from fxshard.pipeline import default_passes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, RankDiedError
 from fxshard.plans.workload import Workload
 from fxshard.runtime.world.c10d import C10dWorld

@@ -14,7 +14,7 @@ import fxshard
 import fxshard.codegen.emit
 from fxshard import pipeline
 from fxshard._torch import process_groups
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import RankMismatchError
 from fxshard.ir import dump, ops, tags
 from fxshard.ir.program import Program

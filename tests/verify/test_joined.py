@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from fxshard import pipeline, verify
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags, text
 from fxshard.ir.needs import Needs, merged
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.verify.certificate import agreement, collectives
 from tests.runtime.differing_cases import CASES
 from tests.texts import assert_equal

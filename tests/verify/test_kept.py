@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from torch import fx
 
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, text
 from fxshard.ir.program import Program

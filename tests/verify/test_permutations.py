@@ -15,13 +15,13 @@ import pytest
 from torch.utils._pytree import tree_flatten
 
 from fxshard import pipeline
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, PassError, VerifyError
 from fxshard.ir.program import Fact, Program
 from tests import graphs, interpreter
 from tests.passes.passes_cases import marked
 from tests.passes.test_streams import SMALL, untouched
-from tests.verify.test_verify_strategies import SETTINGS
+from tests.verify.settings import SETTINGS
 from tests.zoo import MODELS
 
 Build = Callable[[], Program]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard import pipeline, verify
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, VerifyError
 from fxshard.ir import dump, tags
 from fxshard.ir.program import Fact, Program

@@ -10,7 +10,7 @@ from torch import fx, nn
 from fxshard.capture import trace
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program
-from fxshard.ir.units import find_units
+from fxshard.ir.splitting import find_units
 from tests.zoo import MODELS
 
 # Not of every program: with an optimizer in it; where ranks differ.

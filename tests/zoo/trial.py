@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import fxshard
 from fxshard.capture import trace
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, UnknownSizeError
-from fxshard.ir.units import configured_units
+from fxshard.ir.splitting import configured_units
 from fxshard.validation.numerics import largest_difference, largest_value
 from tests.zoo import built, output_loss
 from tests.zoo.architecture import Architecture

@@ -95,7 +95,7 @@ def stand_in(tree: Tree, script: Script, param: Param) -> None:
 def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]]) -> list[LiveRange]:
     """To the dtype of their unit's policy, and with offload to where the program computes.
 
-    Returns the old ones, which go later (fxshard/runtime/store.py, ``_cast_buffers``).
+    Returns the old ones, which go later (fxshard/runtime/store/parameters.py, ``_cast_buffers``).
     """
     buffers = dict(tree.model.named_buffers())
     dtypes = buffer_dtypes(tree.program.units, buffers)

@@ -19,7 +19,7 @@ from fxshard.memory.lifecycle.save import (
 )
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
-from fxshard.memory.optimizer import OptimizerStep
+from fxshard.memory.optimizer_step import OptimizerStep
 
 
 def load_state_dict(tree: Tree) -> LifecyclePhase:

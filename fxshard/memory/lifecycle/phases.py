@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir.program import Program
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
@@ -23,7 +23,8 @@ from fxshard.memory.lifecycle.load import load_checkpoint, load_state_dict
 from fxshard.memory.lifecycle.save import async_save, full_state_dict, save_checkpoint
 from fxshard.memory.lifecycle.script import LifecyclePhase
 from fxshard.memory.lifecycle.tree import Tree
-from fxshard.memory.optimizer import OptimizerStep, trace_step, unused
+from fxshard.memory.optimizer import trace_step, unused
+from fxshard.memory.optimizer_step import OptimizerStep
 
 
 def lifecycle(
@@ -50,7 +51,7 @@ def lifecycle(
         program: what the rank runs.
         config: the options that it was made with.
         model: the model that `program` was traced from, sharded since or not.
-        held: from `fxshard.memory.liveness.held_ranges`; its batch is left out.
+        held: from `fxshard.memory.held.held_ranges`; its batch is left out.
         step: from `fxshard.memory.optimizer.trace_step`, or None.
 
     Raises:

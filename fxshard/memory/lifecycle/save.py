@@ -18,7 +18,7 @@ from fxshard.memory.ledger import OPTIMIZER, LiveRange, owner_of
 from fxshard.memory.lifecycle.init import stand_in
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
 from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
-from fxshard.memory.optimizer import OptimizerStep
+from fxshard.memory.optimizer_step import OptimizerStep
 
 
 def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxshard.config import Config
+from fxshard.config.checked import Config
 from fxshard.ir.layout import flat_numels
 from fxshard.ir.program import Program, nbytes
 from fxshard.ir.units import Param

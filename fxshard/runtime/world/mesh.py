@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard._torch import process_groups
 from fxshard._torch.dtensors import root_of
-from fxshard.config import Config, grid
+from fxshard.config.checked import Config
+from fxshard.config.world_size import grid
 from fxshard.errors import ConfigError, UnitError
 from fxshard.ir import meshes
 from fxshard.ir.tensor_parallel import group_name, the_mesh

@@ -20,8 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.testing import assert_close
 
 import fxshard
-from fxshard.config import Config
-from fxshard.ir.units import configured_units, placed
+from fxshard.config.checked import Config
+from fxshard.ir.splitting import configured_units, placed
 from tests.peers.fsdp1.models import LAYERS, Transformer
 from tests.peers.fsdp1.shared import compiled, ddp, same
 from tests.ranks import told

@@ -1,0 +1,1 @@
+"""The options of fxshard, checked once, and the environment variables, parsed once."""

@@ -1,0 +1,193 @@
+"""What a model may hold: tensors that programs can keep and shard, in memory of their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch import fake_tensors
+from fxshard._torch.dtensors import local_part
+from fxshard.errors import CaptureError, UnitError
+from fxshard.ir.extensions import has_extension
+from fxshard.ir.tensor_parallel import PLACE
+from fxshard.ir.units import Unit
+
+
+def check_printable(model: nn.Module) -> None:
+    """Raises UnitError for names that would break lines: of schedules, tables and source."""
+    modules = (name for name, _ in model.named_modules(remove_duplicate=False))
+    params = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+    for name in itertools.chain(modules, params, buffers):
+        if not name.isprintable():
+            raise UnitError(
+                f"{name!a}: a name of a module, parameter or buffer with a character that cannot "
+                f"be printed. Schedules and reports name it in lines of text: rename it."
+            )
+
+
+def check_shardable(fqn: str, param: torch.Tensor) -> None:
+    """Raise UnitError if `param` cannot be cut along any dimension."""
+    if param.dim() == 0:
+        raise UnitError(
+            f"parameter {fqn!r} is a scalar (shape []), which has no dim 0 to shard. "
+            f"Make it a 1-D tensor with one element: nn.Parameter(x.reshape(1))."
+        )
+    if not param.is_contiguous():
+        raise UnitError(
+            f"parameter {fqn!r} is not contiguous (shape {list(param.shape)}, strides "
+            f"{list(param.stride())}); its rows cannot be sent as they lie. "
+            f"Make it contiguous: nn.Parameter(x.contiguous())."
+        )
+
+
+def check_kinds(model: nn.Module, out_params: Container[int]) -> None:
+    """Raise UnitError if a parameter or buffer is more than the numbers in its storage.
+
+    Programs run on plain tensors. DTensors are for `sharding` to judge, and parameters that say
+    what is gathered for `extension_of`.
+    """
+    for kind, fqn, tensor in _named_tensors(model):
+        if nn.parameter.is_lazy(tensor):
+            raise UnitError(
+                f"{kind} {fqn!r} is lazy and has no shape yet. Call the plain model once, which "
+                f"initialises it."
+            )
+        what = no_plain_tensor(tensor)
+        gathers = kind == "parameter" and id(tensor) not in out_params and has_extension(tensor)
+        if what and not gathers:
+            raise UnitError(
+                f"{kind} {fqn!r} is {what}: programs run on plain dense tensors, and would drop "
+                f"what it is besides. Take frozen quantised weights apart first "
+                f"(fxshard.integrations.quantized.packed(model)), give a parameter's class "
+                f"fsdp_pre_all_gather and fsdp_post_all_gather, quantise after training, or use "
+                f"torch.distributed.fsdp.fully_shard."
+            )
+
+
+def no_plain_tensor(tensor: torch.Tensor) -> str:
+    """What a tensor is that is no plain dense one; empty if it is."""
+    if isinstance(tensor, (DTensor, fake_tensors.FakeTensor)):
+        return ""
+    if _has_own_operators(type(tensor)):
+        return f"a {type(tensor).__name__}, a subclass of torch.Tensor with operators of its own"
+    if tensor.layout is not torch.strided:
+        return f"sparse ({tensor.layout})"
+    if tensor.is_nested:
+        return "nested"
+    return f"quantized ({tensor.dtype})" if tensor.is_quantized else ""
+
+
+def _has_own_operators(cls: type[torch.Tensor]) -> bool:
+    if cls is torch.Tensor:
+        return False
+    plain = nn.Parameter
+    same = cls.__torch_function__ is plain.__torch_function__
+    same = same and cls.to is plain.to  # bitsandbytes' Int8Params carries its scales along
+    return not (same and cls.__torch_dispatch__ is plain.__torch_dispatch__)
+
+
+def check_memory(model: nn.Module, out_params: Container[int]) -> None:
+    """Raise UnitError if two parameters, or a parameter and a buffer, lie in the same memory.
+
+    Sharding copies a parameter's values, so that what is written into one later would not be seen
+    in the other. Parameters that are left alone (`out_params`) stay where they are.
+    """
+    places: dict[int, list[tuple[int, int, str, str, bool]]] = {}
+    params = {id(param) for param in model.parameters()}
+    for kind, fqn, held in _named_tensors(model):
+        tensor = local_part(held)
+        if hasattr(held, PLACE) or not tensor.numel():
+            continue
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+        end = first + (sum(spans) + 1) * tensor.element_size()
+        stays = id(held) in out_params and not (kind == "buffer" and id(held) in params)
+        place = (first, end, kind, fqn, stays)
+        places.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    for members in places.values():
+        members.sort()
+        for i, (_, end, kind, fqn, out) in enumerate(members):
+            for start, _, other_kind, other, other_out in members[i + 1 :]:
+                both_buffers = kind == other_kind == "buffer"
+                if start >= end:
+                    break
+                if both_buffers or (out and other_out):
+                    continue
+                raise UnitError(
+                    f"{kind} {fqn!r} and {other_kind} {other!r} lie in the same memory: a step "
+                    f"that changes one would not change the other any more. Give one of them a "
+                    f"copy (.clone()); to tie parameters, assign one nn.Parameter under both names."
+                )
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise UnitError if a buffer needs a gradient, or is a DTensor."""
+    for fqn, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise UnitError(
+                f"buffer {fqn!r} is a DTensor: programs keep buffers as plain tensors, each rank "
+                f"its own. Register what each rank has (buffer.to_local()) in its place, or keep "
+                f"its module out of the plan of parallelize_module."
+            )
+        if buffer.requires_grad:
+            raise UnitError(learned_buffer(fqn))
+
+
+def learned_buffer(fqn: str) -> str:
+    """What to say of a buffer that needs a gradient."""
+    return (
+        f"buffer {fqn!r} requires a gradient, and a program makes none of buffers. Make it an "
+        f"nn.Parameter if it is to be trained, or detach it (module.{fqn.rpartition('.')[2]} = "
+        f"buffer.detach())."
+    )
+
+
+def note_replaced(fqn: str, param: torch.Tensor) -> None:
+    """Remember of what `param` lies in that it was the memory of a parameter, now sharded."""
+    local_part(param).untyped_storage()._fxshard_was = fqn  # type: ignore[attr-defined]
+
+
+def check_constants(
+    model: nn.Module, units: Sequence[Unit], constants: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse tensors that forward has found elsewhere than in its modules and that will not stay.
+
+    Args:
+        model: before it is sharded, or after.
+        units: of the model.
+        constants: tensors that a capture has met and that are no parameters or buffers.
+
+    Raises:
+        CaptureError: one is a parameter of the model (or of its memory), which lies in a list or a
+            closure, or needs a gradient, which it would not get.
+    """
+    named = dict(model.named_parameters())
+    chosen = {p.fqn: named[p.fqn] for unit in units for p in unit.params if p.fqn in named}
+    known = {local_part(t).untyped_storage()._cdata: fqn for fqn, t in chosen.items() if t.numel()}
+    for tensor in constants.values():
+        storage = tensor.untyped_storage()
+        fqn = getattr(storage, "_fxshard_was", known.get(storage._cdata))
+        if fqn is not None:
+            raise CaptureError(
+                f"forward reads parameter {fqn!r}, or a view of it, from elsewhere than its module "
+                f"(a list, a closure, an attribute made before): there it would keep its values "
+                f"for ever. Read it in forward through the module that holds it."
+            )
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"forward reads a tensor {list(tensor.shape)} that requires a gradient and is no "
+                f"parameter of the model: it would get none. Register it as an nn.Parameter, or "
+                f"pass it to forward."
+            )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for fqn, param in model.named_parameters():
+        yield "parameter", fqn, param
+    for fqn, buffer in model.named_buffers():
+        yield "buffer", fqn, buffer
