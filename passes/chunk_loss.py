@@ -151,9 +151,8 @@ def chunk_rows(asked: int | bool, count: int, width: int, vocabulary: int) -> in
     """
     if asked is not True:
         return int(asked)
-    alike = -(-count * width // vocabulary)
-    rows = 1 << (alike - 1).bit_length()
-    return max(rows, -(-count // CHOSEN_CHUNKS))
+    chunks = min(-(-vocabulary // width), CHOSEN_CHUNKS)
+    return 1 << (-(-count // chunks) - 1).bit_length()
 
 
 # -- what is found -------------------------------------------------------------------------------

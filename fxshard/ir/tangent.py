@@ -45,7 +45,7 @@ def is_linear(node: fx.Node, scaled: Callable[[fx.Node], bool]) -> bool:
     if node.target in OF_BOTH:
         return places == [0, 1]
     if node.target is aten.masked_fill.Scalar:
-        return places == [0] and node.args[2] == 0
+        return places == [0] and bool(node.args[2] == 0)
     if node.target is aten.where.self:
         return set(places) <= {1, 2} and all(n in places or is_zero(node.args[n]) for n in (1, 2))
     if node.target in (aten.scatter_add.default, aten.scatter.src):
@@ -60,8 +60,8 @@ def is_zero(value: Any) -> bool:
     if value.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
         return True
     if value.target in (aten.full.default, aten.full_like.default):
-        return value.args[1] == 0
-    return value.target is aten.scalar_tensor.default and value.args[0] == 0
+        return bool(value.args[1] == 0)
+    return value.target is aten.scalar_tensor.default and bool(value.args[0] == 0)
 
 
 class Tangent:

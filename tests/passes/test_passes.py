@@ -25,18 +25,34 @@ from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program
 from fxshard.ir.splitting import find_units
 from fxshard.passes.bucket import Bucket
+from fxshard.passes.chunk_loss import ChunkLoss
+from fxshard.passes.cut_rows import CutRows
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.join_ranks import JoinRanks
 from fxshard.passes.prefetch import Prefetch
 from tests import graphs
-from tests.passes.passes_cases import CHECKPOINTED, EACH, FP16, PASSES, Build, full, marked, root
+from tests.passes.passes_cases import (
+    CHECKPOINTED,
+    EACH,
+    FP16,
+    LOSS,
+    PASSES,
+    SHIFTED_LOSS,
+    Build,
+    full,
+    marked,
+    root,
+)
 from tests.zoo import MODELS, models
 
 aten = torch.ops.aten
 
 # Passes that a pipeline has where an option asks for them, and before which one.
-ASKED_FOR = {"insert_step": "reinplace", "join_ranks": "bucket"}
+ASKED_FOR = {
+    **{"insert_step": "reinplace", "join_ranks": "bucket"},
+    **{"cut_rows": "assign_units", "chunk_loss": "assign_units"},
+}
 GOLDENS = Path(__file__).parent / "goldens"
 
 CAST = """
@@ -261,6 +277,8 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
             None,
             partial(graphs.parse, NESTED, root | {"layers.0": "L", "layers.0.mlp": "M"}),
         ),
+        ("cut_rows", "shifted", CutRows(), partial(graphs.parse, SHIFTED_LOSS, root)),
+        ("chunk_loss", "two", ChunkLoss(2), partial(graphs.parse, LOSS, root)),
         ("join_ranks", "skipped", JoinRanks(), skipped),
         ("assign_checkpoints", "two", None, lambda: marked()),
         (
