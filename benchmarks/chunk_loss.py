@@ -24,7 +24,7 @@ from benchmarks.figures import RESULTS, ratio, spread, write
 from benchmarks.gpu.models import ON_GPU, Llama, Recipe, tiny_llama, tokens
 from benchmarks.passes import HARDWARE, planned
 
-ROWS: tuple[bool | int, ...] = (False, True, 1024)
+ROWS: tuple[bool | int, ...] = (False, True, 256)
 SIZES = {"vocab": 16_384, "dim": 256, "heads": 4, "kv_heads": 2, "hidden": 512, "depth": 2}
 SEQ = 1024
 

@@ -67,8 +67,9 @@ class ChunkLoss:
     """Neither the logits nor their gradient exist in full; forward makes gradients too.
 
     Attributes:
-        rows: of a chunk. True: so many that a chunk's logits have about as many elements as the
-            hidden states, a power of two, in at most `CHOSEN_CHUNKS` chunks.
+        rows: of a chunk. True: a power of two, such that a chunk's logits have about as many
+            elements as the hidden states, or a quarter of those of the weight, if that is more;
+            in at most `CHOSEN_CHUNKS` chunks.
 
     Before::
 
@@ -152,7 +153,8 @@ def chunk_rows(asked: int | bool, count: int, width: int, vocabulary: int) -> in
     if asked is not True:
         return int(asked)
     chunks = min(-(-vocabulary // width), CHOSEN_CHUNKS)
-    return 1 << (-(-count // chunks) - 1).bit_length()
+    rows = max(-(-count // chunks), -(-width // 4))
+    return 1 << (rows - 1).bit_length()
 
 
 # -- what is found -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+from fxshard.capture import trace
 from tests import browser, captures, sampling
 from tests.ranks import Ranks
 
@@ -128,6 +129,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments, by place and by name, of each trace that the test makes from here on."""
+    made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    capture = trace.capture
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append((args, kwargs))
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(trace, "capture", noted)
+    return made
 
 
 @pytest.fixture

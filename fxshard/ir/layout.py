@@ -100,7 +100,7 @@ class ParamLayout:
     placements: tuple[Placement, ...] = tuple(placements().values())
     offset: int = 0
 
-    @property
+    @functools.cached_property
     def dim(self) -> int:
         """The dimension that it is cut along; 0 if all ranks have all of it."""
         return next((dim for dim, parts in enumerate(self.parts) if parts > 1), 0)

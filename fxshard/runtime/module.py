@@ -115,10 +115,7 @@ class FxshardModule(FsdpMethods):
         made.__dict__.update(copy.deepcopy(rest, memo))
         made.__dict__[STATE] = runtime
         runtime.note_parts()
-        let_gather(runtime)
-        give_methods(runtime)
-        if runtime.stage is not None:
-            as_stage(made)
+        _give_methods(made, runtime)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -141,10 +138,7 @@ class FxshardModule(FsdpMethods):
         super().__setstate__(users)
         self.__dict__[STATE] = runtime
         runtime.restored()
-        let_gather(runtime)
-        give_methods(runtime)
-        if runtime.stage is not None:
-            as_stage(self)
+        _give_methods(self, runtime)
 
 
 def sharded(
@@ -176,6 +170,12 @@ def as_fsdp_module(model: nn.Module, runtime: Runtime) -> None:
     """
     if not isinstance(model, FSDPModule):
         exchange(model, _fxshard_class(users_class(model), vars(type(model))[METHODS], True))
+    _give_methods(model, runtime)
+
+
+def _give_methods(model: nn.Module, runtime: Runtime) -> None:
+    """Let parameters gather themselves, blocks and the stage of a pipeline do as FSDP2's do."""
+    let_gather(runtime)
     give_methods(runtime)
     if runtime.stage is not None:
         as_stage(model)

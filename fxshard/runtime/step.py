@@ -99,16 +99,11 @@ class Phases(UnshardableStore):
         """
         self._require_complete()
         ranks = self.world.ranks if isinstance(self.world, InProcessWorld) else 1
-        rows = [
-            [
-                self.value(node, variant.program, batch, rank)
-                for node in variant.executor.forward_inputs
-            ]
-            for rank in range(ranks)
-        ]
-        for i, node in enumerate(variant.executor.forward_inputs):
-            if (tags.get(node).role, tags.get(node).fqn) in variant.written:
-                for row in rows[1:]:  # each rank writes one of its own; the first one's is kept
+        program, nodes = variant.program, variant.executor.forward_inputs
+        rows = [[self.value(node, program, batch, rank) for node in nodes] for rank in range(ranks)]
+        for row in rows[1:]:  # each rank writes one of its own; the first one's is kept
+            for i, tag in enumerate(map(tags.get, nodes)):
+                if (tag.role, tag.fqn) in variant.written:
                     row[i] = row[i].clone()
         return rows
 
@@ -515,15 +510,17 @@ def _versions(
 ) -> list[tuple[str, tuple[int, ...]]]:
     """How often each tensor of the caller among some placeholders has been changed in place."""
     program, found = call.variant.program, []
-    for node in nodes:
-        role, name = tags.get(node).role, tags.get(node).fqn or ""
-        if role not in tags.HELD:
-            continue
-        tensors = [call.runtime.value(node, program, batch, 0)]
-        if role == "shard":  # operators on a DTensor raise its version, not that of its local part
-            tensors.append(call.runtime.slots[name].tensor)
-        what = program.signature.input_names[int(name)] if role == "input" else name
-        found.append((what, tuple(map(autograd.version, tensors))))
+    with autograd.plain_torch_functions():  # to ask a parameter for its version is no use of it
+        for node in nodes:
+            tag = tags.get(node)
+            role, name = tag.role, tag.fqn or ""
+            if role not in tags.HELD:
+                continue
+            tensors = [call.runtime.value(node, program, batch, 0)]
+            if role == "shard":  # operators on a DTensor raise its version, not its local part's
+                tensors.append(call.runtime.slots[name].tensor)
+            what = program.signature.input_names[int(name)] if role == "input" else name
+            found.append((what, tuple(map(autograd.version, tensors))))
     return found
 
 
@@ -559,6 +556,7 @@ def _backward_arguments(
     kept: bool,
 ) -> list[list[Tensor | None]]:
     args: list[list[Tensor | None]] = []
+    program = call.variant.program
     for rank, values in enumerate(saved):
         rest = iter(values)
         row: list[Tensor | None] = []
@@ -567,7 +565,7 @@ def _backward_arguments(
             if tag.role == "tangent":
                 row.append(tangents[tag.fqn])
             elif tag.role in _GIVEN:
-                row.append(call.runtime.value(node, call.variant.program, batch, rank))
+                row.append(call.runtime.value(node, program, batch, rank))
             else:
                 row.append(next(rest))
         if not kept:
@@ -594,15 +592,16 @@ def _gradients(
                 for total, grad in zip(sums, fresh, strict=True):
                     total.add_(grad)
     out: list[Tensor | None] = []
-    for fqn in call.params:
-        shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
-        if not shards or fqn in unused:
-            out.append(None)  # accumulated, not reduced; or stepped already
-        elif fqn in call.runtime.ignored:
-            out.append(shards[0])
-        else:
-            slot = call.runtime.slots[fqn]
-            out.append(as_gradient(slot, shards[: len(slot.shards)], call.runtime.world))
+    with autograd.plain_torch_functions():  # dtypes of parameters are read
+        for fqn in call.params:
+            shards = [grads.pop(fqn) for grads in per_rank if fqn in grads]
+            if not shards or fqn in unused:
+                out.append(None)  # accumulated, not reduced; or stepped already
+            elif fqn in call.runtime.ignored:
+                out.append(shards[0])
+            else:
+                slot = call.runtime.slots[fqn]
+                out.append(as_gradient(slot, shards[: len(slot.shards)], call.runtime.world))
     for k in range(inputs):
         name = f"input[{program.signature.tensor_inputs[k]}]"
         out.append(None if name in unused else per_rank[0].get(name))

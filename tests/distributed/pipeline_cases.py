@@ -25,6 +25,7 @@ from fxshard.validation.tracker import Tracker, WatchedWorld
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 11, 6, 2, 3
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+STEPS = 3
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 
 
@@ -54,7 +55,7 @@ class Net(nn.Module):
         return h if self.head is None else self.head(h)
 
 
-def net(blocks: int) -> Net:
+def net(blocks: int = 4) -> Net:
     torch.manual_seed(0)
     return Net(blocks)
 
@@ -151,35 +152,6 @@ WAYS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def pipeline(
-    rank: int,
-    world_size: int,
-    way: str,
-    schedule: str,
-    pp: int,
-    micro: int,
-    reshard: bool | None = False,
-    policy: Policy = Policy(),  # noqa: B008
-    blocks: int = 4,
-) -> tuple[Any, list[PipelineStage], int]:
-    """A schedule, the stages of this rank, and its rank in the data-parallel dimension."""
-    mesh = init_device_mesh("cpu", (pp, world_size // pp), mesh_dim_names=("pp", "dp"))
-    per_rank = 1 if schedule in SINGLE else 2
-    count, model = pp * per_rank, net(blocks)
-    made = []
-    for index in stages_of(mesh.get_local_rank("pp"), pp, per_rank, schedule):
-        module = WAYS[way](part(model, index, count), mesh["dp"], reshard, policy)
-        made.append(
-            PipelineStage(module, index, count, torch.device("cpu"), group=mesh.get_group("pp"))
-        )
-    kind = getattr(pipelining, schedule)
-    return (
-        kind(made[0] if schedule in SINGLE else made, micro, loss_fn=loss_of),
-        made,
-        mesh.get_local_rank("dp"),
-    )
-
-
 def train(
     rank: int,
     world_size: int,
@@ -189,15 +161,23 @@ def train(
     micro: int,
     reshard: bool | None = False,
     policy: Policy = Policy(),  # noqa: B008
-    steps: int = 3,
 ) -> Trained:
-    given = rank, world_size, way, schedule, pp, micro, reshard, policy
-    runs, stages, dp_rank = pipeline(*given)
+    """Three steps of a schedule on the stages of this rank."""
+    mesh = init_device_mesh("cpu", (pp, world_size // pp), mesh_dim_names=("pp", "dp"))
+    dp_rank = mesh.get_local_rank("dp")
+    per_rank = 1 if schedule in SINGLE else 2
+    count, model, device = pp * per_rank, net(), torch.device("cpu")
+    stages = []
+    for index in stages_of(mesh.get_local_rank("pp"), pp, per_rank, schedule):
+        module = WAYS[way](part(model, index, count), mesh["dp"], reshard, policy)
+        stages.append(PipelineStage(module, index, count, device, group=mesh.get_group("pp")))
+    kind = getattr(pipelining, schedule)
+    runs = kind(stages[0] if schedule in SINGLE else stages, micro, loss_fn=loss_of)
     named = {fqn: p for stage in stages for fqn, p in stage.submod.named_parameters()}
     optimizer = torch.optim.AdamW(named.values(), lr=1e-2)
     losses, grads, counted = [], [], Counted()
-    for step in range(steps):
-        with counted if step == steps - 1 else contextlib.nullcontext():
+    for step in range(STEPS):
+        with counted if step == STEPS - 1 else contextlib.nullcontext():
             losses.append(run_step(runs, stages, *batch(dp_rank, step, micro)))
         grads.append({fqn: full(p.grad) for fqn, p in named.items() if p.grad is not None})
         optimizer.step()
@@ -223,12 +203,12 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().clone()
 
 
-def eager(dp: int, micro: int, steps: int = 3, blocks: int = 4) -> Trained:
+def eager(dp: int, micro: int) -> Trained:
     """Plain PyTorch on the joined batch."""
-    model = net(blocks)
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], []
-    for step in range(steps):
+    for step in range(STEPS):
         pairs = [batch(r, step, micro) for r in range(dp)]
         tokens, targets = (torch.cat(each) for each in zip(*pairs, strict=True))
         loss_of(model(tokens), targets).backward()

@@ -291,7 +291,7 @@ def test_chunk_loss_smoke(results: Path) -> None:
     full, chosen, *_ = found["peaks"]
     assert (full["chunk_loss"], chosen["chunk_loss"]) == (False, True)
     assert chosen["peak_bytes"] < full["peak_bytes"] and chosen["nodes"] > full["nodes"]
-    assert [row["chunk_loss"] for row in found["times"]] == [False, True, 1024]
+    assert [row["chunk_loss"] for row in found["times"]] == [False, True, 256]
 
 
 @pytest.mark.slow

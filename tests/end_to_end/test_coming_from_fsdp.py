@@ -28,7 +28,8 @@ from fxshard.runtime.unit_methods import REFUSALS
 from tests.eager import Net, batch
 from tests.fsdp2 import full, units_of
 from tests.oracles import count_collectives
-from tests.runtime.test_module import EVERYWHERE, built, call, compiled, run
+from tests.runtime.everywhere import EVERYWHERE, run
+from tests.runtime.test_module import built, call, compiled
 from tests.zoo import MODELS
 
 TESTS = Path(__file__).parents[1]

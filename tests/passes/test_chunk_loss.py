@@ -36,8 +36,8 @@ def test_what_is_not_cut_is_left_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("asked", "count", "width", "vocabulary", "rows"),
     [
-        (True, 8192, 4096, 128_256, 256),  # Llama 3 8B: 32 chunks, as large as its hidden states
-        (True, 8191, 4096, 128_256, 256),
+        (True, 8192, 4096, 128_256, 1024),  # Llama 3 8B: a quarter of the weight
+        (True, 65_535, 4096, 128_256, 2048),  # 32 chunks, as large as the hidden states
         (True, 8192, 256, 128_256, 128),  # no more than 64 chunks
         (True, 8192, 4096, 4096, 8192),  # nothing to save
         (100, 8192, 4096, 128_256, 100),

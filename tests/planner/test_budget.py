@@ -259,15 +259,10 @@ def test_a_budget_can_be_changed() -> None:
     assert other.chosen is None and other.config.checkpoint == small.config.checkpoint
 
 
-def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = []
-    capture = fxshard.capture.trace.capture
-    monkeypatch.setattr(
-        fxshard.capture.trace, "capture", lambda *a, **k: captured.append(1) or capture(*a, **k)
-    )
+def test_the_model_is_captured_once(traces: list[Any]) -> None:
     model, args, options = stack()
     plan = fxshard.plan(model, args, **options, memory_budget="1GiB")
-    assert plan.chosen is not None and len(plan.chosen.tried) > 2 and len(captured) == 1
+    assert plan.chosen is not None and len(plan.chosen.tried) > 2 and len(traces) == 1
 
 
 def test_compile_says_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard.capture import trace
 from fxshard.cli import main
 from fxshard.errors import ConfigError, DoesNotFitError
 from fxshard.planner import limits
@@ -101,17 +100,12 @@ def test_the_upper_end_of_a_search_doubles_while_it_fits() -> None:
     assert tried[987] == 98700 and tried[988] == 98800 and len(tried) < 20
 
 
-def test_the_proof_is_traced_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, seen = open_plan(), []
+def test_the_proof_is_traced_on_its_own(traces: list[Any]) -> None:
+    plan = open_plan()
     plan.memory.formula()
-    capture = trace.capture
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        seen.append((args[2]["x"].shape[0], kwargs.get("symbols")))
-        return capture(*args, **kwargs)
-
-    monkeypatch.setattr(trace, "capture", noted)
+    traces.clear()
     found = plan.solve("max_batch", "300KiB")
+    seen = [(args[2]["x"].shape[0], kwargs.get("symbols")) for args, kwargs in traces]
     assert sorted(seen) == [(found.size, None), (found.beyond, None)]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxshard
@@ -18,19 +17,9 @@ from fxshard.runtime.sharding import Sharding, shard_parameters
 from fxshard.runtime.world.in_process import InProcessWorld
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
+from tests.runtime.everywhere import EVERYWHERE, run
 from tests.runtime.init_cases import Stack, assert_equal, compiled, on_meta, seeded, values
 from tests.zoo import MODELS, models
-
-EVERYWHERE = pytest.mark.parametrize("where", ["in_process", "2 ranks"])
-
-
-def run(ranks: Any, where: str, check: Callable[..., None], *args: Any) -> None:
-    """`check(rank, world_size, *args)` without a process group, or on 2 gloo ranks."""
-    if where == "in_process":
-        assert not dist.is_initialized()
-        check(0, 2, *args)
-    else:
-        ranks(2).run(check, *args)
 
 
 def fill(module: nn.Module) -> None:

@@ -26,18 +26,8 @@ import fxshard
 from fxshard.errors import StepError
 from tests.eager import Net, assert_trains_like_eager, batch, pair
 from tests.fsdp2 import full, units_of
+from tests.runtime.everywhere import EVERYWHERE, run
 from tests.zoo import MODELS, Case, models
-
-EVERYWHERE = pytest.mark.parametrize("where", ["in_process", "2 ranks"])
-
-
-def run(ranks: Any, where: str, check: Callable[..., None], *args: Any) -> None:
-    """`check(rank, *args)` in this process without a process group, or on 2 gloo ranks."""
-    if where == "in_process":
-        assert not dist.is_initialized()
-        check(0, 2, *args)
-    else:
-        ranks(2).run(check, *args)
 
 
 def built(name: str) -> nn.Module:

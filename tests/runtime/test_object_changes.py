@@ -413,19 +413,12 @@ def test_what_forward_does_not_read_of_an_object_may_change() -> None:
 # -- methods on whole parameters -------------------------------------------------------------------
 
 
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, **heads)).eval()
-
-
 def of_transformers(rank: int, world_size: int, folder: str) -> None:
     from transformers import LlamaForCausalLM
 
-    eager, ours = tiny_llama(), compiled(tiny_llama())
+    from tests.tiny import llama
+
+    eager, ours = llama().eval(), compiled(llama().eval())
     assert ours.config.model_type == "llama" and ours.dtype is torch.float32
     ids = torch.arange(5 + rank)[None]  # ranks generate other numbers of tokens
     options = {"max_new_tokens": 2 + rank, "do_sample": False, "pad_token_id": 0}

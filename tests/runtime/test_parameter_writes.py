@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import fxshard
+from fxshard._torch.process_groups import fake_process_group
 from fxshard.errors import StepError
+from fxshard.runtime import gathering
 from tests.fsdp2 import full
 from tests.ranks import told
 
@@ -484,3 +486,20 @@ def test_a_write_on_one_rank_alone(hasty: Any) -> None:
     assert wrote.startswith("RankMismatchError: rank 0 would do something else"), wrote
     assert "__setitem__, which writes into a parameter" in wrote
     assert called.startswith("RankMismatchError"), called
+
+
+def test_a_step_is_no_use_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each use of one looks through all arguments: forward and backward know without."""
+    used: list[str] = []
+    called = gathering._called
+
+    def noted(func: Any, *given: Any) -> Any:
+        used.append(getattr(func, "__name__", ""))
+        return called(func, *given)
+
+    with fake_process_group(0, 2):
+        model, x = fxshard.compile(nn.Linear(4, 4)), torch.ones(2, 4)
+        model(x).sum().backward()
+        monkeypatch.setattr(gathering, "_called", noted)
+        model(x).sum().backward()
+    assert used == []

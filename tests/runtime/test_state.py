@@ -16,8 +16,9 @@ import fxshard
 from fxshard.errors import ConfigError, StepError
 from fxshard.runtime import state
 from tests.fsdp2 import full
+from tests.runtime.everywhere import EVERYWHERE, run
 from tests.runtime.state_cases import assert_same_values, init_weights, other_values, sgd, step
-from tests.runtime.test_module import EVERYWHERE, built, call, compiled, run
+from tests.runtime.test_module import built, call, compiled
 from tests.zoo import MODELS
 
 # -- the norm of all gradients ---------------------------------------------------------------------

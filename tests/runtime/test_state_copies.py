@@ -17,8 +17,9 @@ from torch.testing import assert_close
 from fxshard.errors import StepError
 from tests.eager import Net, batch, pair
 from tests.fsdp2 import full
+from tests.runtime.everywhere import EVERYWHERE, run
 from tests.runtime.state_cases import assert_same_values, init_weights, other_values, sgd, step
-from tests.runtime.test_module import EVERYWHERE, built, call, compiled, run
+from tests.runtime.test_module import built, call, compiled
 from tests.zoo import MODELS
 
 # -- copies ----------------------------------------------------------------------------------------

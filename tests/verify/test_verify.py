@@ -1,6 +1,5 @@
 """`verify` finds what is wrong in a program, says where, and is silent about every good one."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from fxshard import pipeline, verify
 from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, VerifyError
-from fxshard.ir import dump, tags
+from fxshard.ir import dump
 from fxshard.ir.program import Fact, Program
 from tests import graphs
 from tests.verify.full_shard_faults import (
@@ -24,7 +23,13 @@ from tests.verify.full_shard_faults import (
     wait_after_the_use,
     wait_after_the_use_of_a_view,
 )
-from tests.verify.verify_cases import ALWAYS, capture, captured, fresh
+from tests.verify.verify_cases import (
+    ALWAYS,
+    assert_every_event_matters,
+    capture,
+    captured,
+    fresh,
+)
 from tests.zoo import MODELS
 
 
@@ -88,19 +93,7 @@ def test_fault_does_harm(fault: Fault) -> None:
 
 
 def test_every_event_matters() -> None:
-    """Whatever is recorded is waited for, and nothing of it can be left out."""
-    program = good()
-    for node in program.graph.nodes:
-        tag = tags.get(node)
-        fewer = [tag.waits[:i] + tag.waits[i + 1 :] for i in range(len(tag.waits))]
-        broken = [dataclasses.replace(tag, waits=waits) for waits in fewer]
-        for without in broken + [dataclasses.replace(tag, records=None)] * bool(tag.records):
-            tags.put(node, without)
-            with pytest.raises(VerifyError) as caught:
-                verify.verify(program)
-            assert caught.value.fact == "streams_ordered"
-            tags.put(node, tag)
-    verify.verify(program)
+    assert_every_event_matters(good())
 
 
 def check(program: Program, prefetch: int, world_sizes: Sequence[int] = (2,)) -> None:

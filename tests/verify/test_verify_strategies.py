@@ -13,7 +13,7 @@ from fxshard import pipeline, verify
 from fxshard.config.checked import Config
 from fxshard.config.precision import Precision
 from fxshard.errors import VerifyError
-from fxshard.ir import dump, tags
+from fxshard.ir import dump
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.splitting import configured_units
 from tests import graphs
@@ -21,7 +21,7 @@ from tests.verify import movement_faults, reduction_faults
 from tests.verify.full_shard_faults import FAULTS
 from tests.verify.settings import SETTINGS, traced
 from tests.verify.strategy_cases import Build, Case, good, hooked, no_shard, offload_bf16, regrouped
-from tests.verify.verify_cases import ALWAYS, fresh
+from tests.verify.verify_cases import ALWAYS, assert_every_event_matters, fresh
 from tests.zoo import MODELS
 
 CASES = [*reduction_faults.CASES, *movement_faults.CASES]
@@ -80,18 +80,7 @@ EVENTFUL = {
 def test_every_event_matters(build: Build) -> None:
     program = good(build)
     program.facts = {Fact.STREAMS_ORDERED}
-    for node in program.graph.nodes:
-        tag = tags.get(node)
-        fewer = [tag.waits[:i] + tag.waits[i + 1 :] for i in range(len(tag.waits))]
-        broken = [dataclasses.replace(tag, waits=waits) for waits in fewer]
-        broken += [dataclasses.replace(tag, records=None)] if tag.records else []
-        for without in broken:
-            tags.put(node, without)
-            with pytest.raises(VerifyError) as caught:
-                verify.verify(program)
-            assert caught.value.fact == "streams_ordered"
-            tags.put(node, tag)
-    verify.verify(program)
+    assert_every_event_matters(program)
 
 
 # -- and no false alarm ---------------------------------------------------------------------------

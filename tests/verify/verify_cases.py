@@ -4,10 +4,13 @@ import dataclasses
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
+from fxshard import verify
 from fxshard.capture import trace
+from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.splitting import find_units
@@ -82,3 +85,18 @@ def fresh(program: Program, world_size: int) -> Program:
     return dataclasses.replace(
         program, graph=graph, results=results, facts=set(), world_size=world_size
     )
+
+
+def assert_every_event_matters(program: Program) -> None:
+    """Whatever is recorded is waited for, and nothing of it can be left out."""
+    for node in program.graph.nodes:
+        tag = tags.get(node)
+        fewer = [tag.waits[:i] + tag.waits[i + 1 :] for i in range(len(tag.waits))]
+        broken = [dataclasses.replace(tag, waits=waits) for waits in fewer]
+        for without in broken + [dataclasses.replace(tag, records=None)] * bool(tag.records):
+            tags.put(node, without)
+            with pytest.raises(VerifyError) as caught:
+                verify.verify(program)
+            assert caught.value.fact == "streams_ordered"
+            tags.put(node, tag)
+    verify.verify(program)
