@@ -10,7 +10,7 @@ before the next chunk's are made. A mean is divided by the number of labels that
 counted first. Summands of low precision are added up in fp32, and rounded once.
 
 In float16 a gradient that a mean has divided by thousands would be zero: there forward computes for
-a tangent of about the number of rows, and backward divides by that. It is a power of two.
+a tangent of that number, and backward divides by it, before sums are rounded.
 
 Note: what is found
 ===================
@@ -313,9 +313,7 @@ class _Sweep:
         if node in self.instead:
             return self.instead[node]
         if node is self.tangent.node:
-            val = node.meta["val"]
-            options = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
-            made = self.emit(node, aten.full.default, ([], self.tangent.seed), "one", options)
+            made = self._seed(node)
         elif node.op == "placeholder" or tags.get(node).phase == "forward":
             return node
         else:
@@ -325,6 +323,19 @@ class _Sweep:
                 node, node.target, args, f"{node.name}_of_one", kwargs
             )
         self.instead[node] = made
+        return made
+
+    def _seed(self, tangent: fx.Node) -> fx.Node:
+        """The tangent for which forward computes gradients: 1, or how many labels count."""
+        val = tangent.meta["val"]
+        if not self.tangent.counts:
+            options = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+            return self.emit(tangent, aten.full.default, ([], 1.0), "one", options)
+        total = self.totals[next(n for n in self.means if n.args[3] == MEAN)]
+        made = self.emit(tangent, aten.clamp.default, (total, 1), "counted")
+        if made.meta["val"].dtype is not val.dtype:
+            dtype = {"dtype": val.dtype}
+            made = self.emit(tangent, aten._to_copy.default, (made,), "counted", dtype)
         return made
 
     def rows_of(self, row: Row) -> fx.Node:
@@ -374,8 +385,7 @@ class _Sweep:
             and user not in self.region.forms
             and tags.get(user).phase == "forward"
         ]
-        last = max(forward)
-        after = next(n for n in (last.next, last.next.next) if n is not None)
+        after = max(forward).next
         while after.op == "call_function" and after.target is operator.getitem:
             after = after.next
         return min(readers) if readers else after
@@ -396,13 +406,17 @@ class _Sweep:
             raise NotByRowsError(
                 f"gradients depend on a sum over all rows, {node.target} {tags.place(node)}"
             )
-        return [
+        late = [
             node
             for node in sorted(upward)
             if node.op == "call_function"
             and tags.get(node).phase == "forward"
             and not node < self.anchor
         ]
+        for node in late:
+            if tags.is_random(node) or tags.writes(node):
+                raise NotByRowsError(f"{node.target} {tags.place(node)} cannot be moved before it")
+        return late
 
     def _count(self, loss: fx.Node) -> None:
         """How many labels count, or the sum of their classes' weights."""
@@ -431,7 +445,8 @@ class _Sweep:
             value = self.emit(node, aten.div.Tensor, (value, self.totals[node]), name)
         if form.whole != 1:
             value = self.emit(node, aten.div.Scalar, (value, form.whole), name)
-        if value.meta["val"].dtype is not result.dtype:
+        waits = self.tangent.counts and self.tangent.scales(node)  # to be divided, before a cast
+        if value.meta["val"].dtype is not result.dtype and not waits:
             dtype = {"dtype": result.dtype}
             value = self.emit(node, aten._to_copy.default, (value,), name, dtype)
         if value.meta["val"].shape != result.shape:
@@ -443,18 +458,17 @@ class _Sweep:
         scale: fx.Node | None = None
         for node, value in sorted(made.items()):
             old, new = node, value
-            tag = tags.get(node)
             if node in self.means:
                 old = next((user for user in node.users if user.args[1] == 0), node)
             elif self.tangent.scales(node):
                 with self.graph.inserting_before(node):
                     if scale is None:
                         scale = self._scale(node)
-                    new = self.graph.create_node(
-                        "call_function", aten.mul.Tensor, (value, scale), name=f"{node.name}_scaled"
-                    )
-                tag = tags.changed(tag, call=None, checkpoint=None)
-                tags.put(new, tag, self.program.refake(new))
+                    name = f"{node.name}_scaled"
+                    new = self._after(node, aten.mul.Tensor, (value, scale), name)
+                    if new.meta["val"].dtype is not node.meta["val"].dtype:
+                        dtype = {"dtype": node.meta["val"].dtype}
+                        new = self._after(node, aten._to_copy.default, (new,), name, dtype)
             stale = tags.storage_ids(old)
             old.replace_all_uses_with(new)
             self.program.refresh_views(new, stale)
@@ -465,12 +479,16 @@ class _Sweep:
 
     def _scale(self, before: fx.Node) -> fx.Node:
         tangent = cast("fx.Node", self.tangent.node)
-        if self.tangent.seed == 1:
+        if not self.tangent.counts:
             return tangent
-        node = self.graph.create_node(
-            "call_function", aten.div.Scalar, (tangent, self.tangent.seed), name="scale"
-        )
-        tag = tags.changed(tags.get(before), call=None, checkpoint=None)
+        return self._after(before, aten.div.Tensor, (tangent, self.instead[tangent]), "scale")
+
+    def _after(
+        self, like: fx.Node, target: Any, args: Any, name: str, kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """Append an operator to backward, in no checkpoint: what it reads is saved."""
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        tag = tags.changed(tags.get(like), call=None, checkpoint=None)
         return tags.put(node, tag, self.program.refake(node))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,7 +68,7 @@ class Tangent:
 
     Attributes:
         node: the last scalar through which all of it comes; None: the region has no gradient.
-        seed: what forward computes gradients for.
+        counts: gradients below what float16 can hold are divided by how many labels count.
     """
 
     def __init__(self, region: Region) -> None:
@@ -85,10 +84,9 @@ class Tangent:
         self._scaled: dict[fx.Node, bool] = {}
         for node in sorted(region.forms):
             self._check(node)
-        self.seed = 1.0
         means = any(n.target is NLL and n.args[3] == MEAN for n in region.forms)
-        if means and any(n.meta["val"].dtype is torch.float16 for n in self._scaled_nodes()):
-            self.seed = 2.0 ** math.floor(math.log2(region.count))
+        half = any(n.meta["val"].dtype is torch.float16 for n in region.forms if self.scales(n))
+        self.counts = means and half
 
     def scales(self, node: fx.Node) -> bool:
         """True if the value of `node` is proportional to the tangent."""
@@ -100,9 +98,6 @@ class Tangent:
             constant = node.target in CONSTANT
             self._scaled[node] = not constant and any(map(self.scales, node.all_input_nodes))
         return self._scaled[node]
-
-    def _scaled_nodes(self) -> list[fx.Node]:
-        return [node for node in self.region.forms if self.scales(node)]
 
     def _on_tangents(self, node: fx.Node) -> bool:
         """True if `node` is computed from a gradient that arrives at an output."""

@@ -375,6 +375,21 @@ def test_scaled_gradients_in_fp16(ranks: Pools) -> None:
     ranks(2).run(scaled_in_fp16)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_batch_of_which_no_label_counts(dtype: torch.dtype | None) -> None:
+    """As in eager: the loss is not a number, and gradients are zeros."""
+    tokens, labels = batch()[0], torch.full(SHAPE, IGNORED)
+    model = built("plain")
+    model(tokens, labels).backward()
+    policy = MixedPrecisionPolicy(dtype, torch.float32)
+    ours = fxshard.compile(built("plain"), world_size=2, mixed_precision=policy, chunk_loss=5)
+    loss = ours(tokens, labels)
+    loss.backward()
+    assert loss.isnan()
+    for mine, theirs in zip(ours.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(mine.grad), full(theirs.grad)) and not full(mine.grad).any()
+
+
 # -- transformers --------------------------------------------------------------------------------
 
 
