@@ -119,9 +119,10 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         ConfigError: an option or value that is not legal.
     """
     config = Config.from_options(options) if config is None else config.changed(options)
+    chunks: list[Pass] = [CutRows(), ChunkLoss(config.chunk_loss)] if config.chunk_loss else []
     return [
         Canonicalize(),
-        *([CutRows(), ChunkLoss(config.chunk_loss)] if config.chunk_loss else []),
+        *chunks,
         AssignUnits(),
         AssignCheckpoints(),
         Checkpoint(),
