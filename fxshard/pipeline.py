@@ -44,6 +44,7 @@ from fxshard.ir.units import Unit, check_reshard, with_precision
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits
+from fxshard.passes.async_tensor_parallel import AsyncTensorParallel
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.checkpoint import Checkpoint
@@ -55,6 +56,7 @@ from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.join_ranks import JoinRanks
+from fxshard.passes.launch_collectives import LaunchCollectives
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.passes.reinplace import Reinplace
@@ -96,7 +98,7 @@ STEM = ("canonicalize", *_CHUNKS, "assign-units", "assign-checkpoints", "checkpo
 ORDER = (
     *(f"({name})" if name in _CHUNKS else name for name in STEM),
     *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
-    *("(insert-step)", "(reinplace)"),
+    *("(insert-step)", "(async-tensor-parallel)", "(launch-collectives)", "(reinplace)"),
     *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
 )
 
@@ -138,6 +140,8 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         ),
         Prefetch(*config.prefetch, config.max_inflight),
         *([InsertStep()] if config.optimizer_in_backward else []),
+        *([AsyncTensorParallel()] if config.async_tensor_parallel else []),
+        LaunchCollectives(),
         *([] if config.backend == "inductor" else [Reinplace()]),  # Inductor reuses by itself
         InsertFree(),
         AnnotateStreams(),

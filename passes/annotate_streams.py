@@ -53,7 +53,7 @@ class AnnotateStreams:
     def apply(self, program: Program) -> None:
         for node in program.graph.nodes:
             if node.op == "call_function":
-                tags.update(node, stream=ops.of(node).stream, waits=(), records=None)
+                tags.update(node, stream=ops.stream_of(node), waits=(), records=None)
         steps = list(orders.steps(program))
         order_launches(steps, order_compute(steps))
 

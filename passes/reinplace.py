@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from fxshard.capture import shapes
-from fxshard.ir import tags
+from fxshard.ir import ops, tags
 from fxshard.ir.program import Fact, Program
 
 aten: Any = torch.ops.aten
@@ -64,7 +65,8 @@ class Reinplace:
     backward of a loss, one goes), and the allocator is asked less often; results are the same
     bits. Only storages that a compute operator of the same phase has made, and that compute
     operators alone read, are written over: parameters, gradients, the caller's tensors and what a
-    collective sends or receives stay as they are.
+    collective sends or receives stay as they are. Those of the model's own collectives may be
+    written over after the wait.
 
     Before::
 
@@ -87,7 +89,7 @@ class Reinplace:
         makers: dict[int, fx.Node] = {}
         taken: set[int] = set()  # storages that others than compute operators read or write
         for node in program.graph.nodes:
-            private = node.op == "call_function" and tags.get(node).role == "compute"
+            private = node.op == "call_function" and is_private(node)
             touched = tags.read_ids(node) | tags.storage_ids(node)
             last.update(dict.fromkeys(touched, order[node]))
             for storage in touched:
@@ -114,6 +116,17 @@ class Reinplace:
                 write_over(program, node, source)
                 last[storage] = last[result]
                 break
+
+
+def is_private(node: fx.Node) -> bool:
+    """True if what `node` touches may be written over once it is done.
+
+    That are operators of compute, and collectives of the model's: their waits come last.
+    """
+    if node.target is ops.wait:
+        return any(ops.of(tags.source(item)).of_model for item in tags.operands(node)[:1])
+    made = tags.source(node) if node.target is operator.getitem else node
+    return tags.get(node).role == "compute" or ops.of(made).of_model
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxshard._torch import context_parallel, trees
 from fxshard._torch import modules as torch_modules
-from fxshard._torch import trees
 from fxshard.capture import strides, trace
 from fxshard.capture.swapped import users_class
 from fxshard.errors import TextError
@@ -56,6 +56,8 @@ class Shared:
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
     ) -> Program:
+        if context_parallel.state() is not None:  # of this rank alone, and of these groups
+            return self._capture(model, args, kwargs, **options)
         key = self._key(model, args, kwargs, options)
         if key not in self._made:
             capture = functools.partial(self._capture, model, args, kwargs, **options)

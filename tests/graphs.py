@@ -18,14 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
+from fxshard._torch import traced_collectives
 from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard.capture import fakes
 from fxshard.codegen.emit import Executor
 from fxshard.config.precision import Precision
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.names import owner_of
 from fxshard.ir.program import Fact, Program, Result, Signature
 from fxshard.ir.units import Param, Unit, with_precision
-from fxshard.runtime.world.in_process import InProcessWorld
+from fxshard.runtime.world.in_process import REDUCE, InProcessWorld
 
 _DTYPES = {
     "f32": torch.float32,
@@ -377,6 +379,59 @@ def chain(depth: int = 2, *, precision: Precision = FULL, **settings: Any) -> Pr
     return configured(program, precision=precision, **settings)
 
 
+_OF_ITS_OWN = """
+%x : f32[2,4] = input 0
+%w_0 : f32[4,4] = param layers.0.weight
+%w_1 : f32[4,4] = param layers.1.weight
+%dy : f32[2,4] = tangent 0
+forward:
+%a = aten.mm(%x, %w_0)  | layers.0
+%gather = _c10d_functional.all_gather_into_tensor(%a, 2, '0')  | layers.0
+%b = aten.tanh(%a)  | layers.0
+%full = _c10d_functional.wait_tensor(%gather)  | layers.0
+%h = aten.tanh(%full)  | layers.0
+%c = aten.mm(%h, %w_1)  | layers.1
+%scatter = _c10d_functional.reduce_scatter_tensor(%c, 'sum', 2, '0')  | layers.1
+%mine = _c10d_functional.wait_tensor(%scatter)  | layers.1
+%y = aten.mul.Tensor(%mine, %b)  | layers.1
+backward:
+%db = aten.mul.Tensor(%dy, %mine)  | layers.1
+%dmine = aten.mul.Tensor(%dy, %b)  | layers.1
+%rows = _c10d_functional.all_gather_into_tensor(%dmine, 2, '0')  | layers.1
+%dc = _c10d_functional.wait_tensor(%rows)  | layers.1
+%u = aten.t(%h)  | layers.1
+%dw_1 = aten.mm(%u, %dc)  | layers.1
+%v = aten.t(%w_1)  | layers.1
+%dh = aten.mm(%dc, %v)  | layers.1
+%total = _c10d_functional.all_reduce(%dh, 'avg', '0')  | layers.1
+%summed = _c10d_functional.wait_tensor(%total)  | layers.1
+%dfull = aten.tanh_backward(%summed, %h)  | layers.0
+%dtanh = aten.tanh_backward(%db, %b)  | layers.0
+%swap = _c10d_functional.all_to_all_single(%dfull, [2, 2], [2, 2], '1')  | layers.0
+%swapped = _c10d_functional.wait_tensor(%swap)  | layers.0
+%first = _c10d_functional.broadcast(%dtanh, 0, '1')  | layers.0
+%copied = _c10d_functional.wait_tensor(%first)  | layers.0
+%other = _c10d_functional.reduce_scatter_tensor(%swapped, 'max', 2, '0')  | layers.0
+%da_0 = _c10d_functional.wait_tensor(%other)  | layers.0
+%da = aten.add.Tensor(%da_0, %copied)  | layers.0
+%t = aten.t(%x)  | layers.0
+%dw_0 = aten.mm(%t, %da)  | layers.0
+return %y (0), %dw_0 (layers.0.weight), %dw_1 (layers.1.weight)
+"""
+
+
+def of_its_own(**settings: Any) -> Program:
+    """Two layers with collectives of each kind that the model calls itself, on two groups."""
+    units = {"": "Model", "layers.0": "Layer", "layers.1": "Layer"}
+    program = parse(_OF_ITS_OWN, units)
+    fakes.correct(program)
+    names = {"0": "tp", "1": "ep"}
+    for node in filter(traced_collectives.is_collective, program.graph.nodes):
+        name = str(node.args[-1])
+        traced_collectives.note(node, traced_collectives.Ranks(name, names[name], 2))
+    return configured(program, **settings)
+
+
 # -- running them ---------------------------------------------------------------------------------
 
 
@@ -406,6 +461,11 @@ class StrictWorld(InProcessWorld):
                     storage = env[node].untyped_storage()
                     _ruin(env[node].new_empty(0).set_(storage))
                     self._gone[storage.data_ptr()] = storage
+        elif traced_collectives.is_collective(row):
+            self._run_functional(row, envs)
+        elif row.target is traced_collectives.WAIT:
+            for env in envs:
+                env[row] = env[tags.source(row)]
         elif tags.is_random(row):
             state = torch.get_rng_state()
             for env in envs:
@@ -413,6 +473,25 @@ class StrictWorld(InProcessWorld):
                 super()._run_row(row, [env])
         else:
             super()._run_row(row, envs)
+
+    def _run_functional(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
+        """A functional collective of two neighbours."""
+        name = row.target.overloadpacket.__name__  # type: ignore[union-attr]
+        for pair in (envs[i : i + 2] for i in range(0, len(envs), 2)):
+            sent = [env[tags.source(row)] for env in pair]
+            if name == "all_to_all_single":
+                parts = [tensor.split(row.args[2]) for tensor in sent]  # type: ignore[arg-type]
+                results = [torch.cat(rows) for rows in zip(*parts, strict=True)]
+            elif name == "broadcast":
+                results = [sent[0].clone() for _ in pair]
+            elif name == "all_gather_into_tensor":
+                results = [torch.cat(sent) for _ in pair]
+            else:
+                total = REDUCE[str(row.args[1])](sent)
+                scatters = name == "reduce_scatter_tensor"
+                results = [total.chunk(2)[i] if scatters else total.clone() for i in range(2)]
+            for env, result in zip(pair, results, strict=True):
+                env[row] = result.clone()
 
     def _finish(
         self,

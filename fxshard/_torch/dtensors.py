@@ -96,6 +96,11 @@ def group_id(mesh: DeviceMesh) -> str:
     return str(name)
 
 
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a mesh in one dimension, named after its own."""
+    return mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+
+
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that was made as such, of which `mesh` is some dimensions."""
     return mesh._get_root_mesh()

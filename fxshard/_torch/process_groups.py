@@ -40,6 +40,11 @@ def forget_groups(mesh: DeviceMesh) -> None:
         getattr(each, "_pg_registry", {}).clear()
 
 
+def called(name: str) -> Any:
+    """The process group that functional collectives call `name`, on this rank."""
+    return distributed_c10d._resolve_process_group(name)
+
+
 def group_store(group: Any) -> Any:
     """The key-value store of the group; each group has its own keys."""
     return group.get_group_store()

@@ -9,7 +9,9 @@ functions (torch/distributed/_functional_collectives.py, ``traceable_collective_
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import threading
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ from fxshard._torch.export import OpOverload
 from fxshard._torch.fully_sharded import replaced
 
 _ops = torch.ops._c10d_functional
+WAIT: Any = _ops.wait_tensor.default
 _NAMES = _functional_collectives.REDUCE_OP_TO_STR
 
 
@@ -248,19 +251,74 @@ def traced(refuse: Callable[[str], Exception]) -> Iterator[None]:
         yield
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Who takes part in a functional collective.
+
+    Attributes:
+        process_group: torch's name for them, on this rank.
+        name: of the dimension of a mesh, or "world"; "" if they have none.
+        size: how many they are.
+        rank: which of them this is.
+        stride: how far two neighbours in the group are apart, in ranks.
+    """
+
+    process_group: str
+    name: str
+    size: int
+    rank: int = 0
+    stride: int = 1
+
+    @classmethod
+    def of(cls, process_group: str) -> Ranks:
+        """Those that torch calls `process_group`, which is there."""
+        group = typing.cast("Any", dist.distributed_c10d)._resolve_process_group(process_group)
+        called = {"default_pg": "world", "undefined": ""}.get(group.group_desc, group.group_desc)
+        ranks = dist.get_process_group_ranks(group)
+        steps = {after - before for before, after in itertools.pairwise(ranks)}
+        stride = steps.pop() if len(steps) == 1 else 1
+        return cls(
+            process_group, called.removeprefix("mesh_"), len(ranks), group.rank(), abs(stride)
+        )
+
+
 _RANKS = "fxshard_ranks"  # in the metadata of a functional collective, see `note_ranks`
 
 
 def note_ranks(node: fx.Node) -> None:
-    """Note how many ranks take part in a functional collective, while its group is there."""
-    name, groups = node.args[-1], typing.cast("Any", dist.distributed_c10d)
+    """Note which ranks take part in a functional collective, while its group is there."""
+    name = node.args[-1]
     if isinstance(name, str):
-        node.meta[_RANKS] = groups._resolve_process_group(name).size()
+        note(node, Ranks.of(name))
 
 
-def ranks_of(node: fx.Node) -> int | None:
-    """How many ranks take part in a functional collective; None if nobody has noted it."""
-    found: int | None = node.meta.get(_RANKS)
+def note(node: fx.Node, ranks: Ranks) -> None:
+    """Note that they take part in a functional collective."""
+    node.meta[_RANKS] = ranks
+
+
+_CALLED = "fxshard_called"  # in the metadata of what stands for a functional collective
+
+
+def note_call(node: fx.Node) -> None:
+    """Note what `node`, which stands for a functional collective, is called with."""
+    node.meta[_CALLED] = node.args[1:]
+
+
+def is_called_otherwise(node: fx.Node) -> bool:
+    """True if what has been noted of `node` holds no more."""
+    return _CALLED in node.meta and node.meta[_CALLED] != node.args[1:]
+
+
+def note_same_ranks(node: fx.Node, other: fx.Node) -> None:
+    """Note of `node`, a copy of `other`, what is noted of that."""
+    if _RANKS in other.meta:
+        node.meta[_RANKS] = other.meta[_RANKS]
+
+
+def ranks_of(node: fx.Node) -> Ranks | None:
+    """Who takes part in a functional collective; None if nobody has noted it."""
+    found: Ranks | None = node.meta.get(_RANKS)
     return found
 
 
@@ -270,5 +328,5 @@ def is_collective(node: fx.Node) -> bool:
     return (
         isinstance(target, OpOverload)
         and target.namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-        and target is not _ops.wait_tensor.default
+        and target is not WAIT
     )

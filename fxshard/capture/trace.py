@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxshard._torch import checkpointing, export, graphs, modes, traced_collectives
+from fxshard._torch import (
+    checkpointing,
+    context_parallel,
+    export,
+    graphs,
+    modes,
+    traced_collectives,
+)
 from fxshard.capture import (
     aliasing,
     bytecode,
@@ -134,18 +141,20 @@ def capture(
             as_users_own(model),
             hf.while_tracing(model),
             modes.unobserved(),
+            context_parallel.on_cpus(),
             refusals.torch_silent(),
         ):
             shapes.require_plain(request.leaves, request.names.__getitem__)
             refuse_opaque(request.names, request.leaves, "argument")
             before = Snapshot(model)
-            if request.placed and request.symbols:
+            makes_dtensors = bool(request.placed) or context_parallel.state() is not None
+            if makes_dtensors and request.symbols:
                 raise CaptureError(
-                    "sizes left open (dynamic=...) and tensor parallelism do not go together: its "
-                    "DTensors are traced with the sizes of one call. Leave dynamic out; each batch "
-                    "size gets a program of its own."
+                    "sizes left open (dynamic=...) go together neither with tensor parallelism nor "
+                    "with context_parallel: their DTensors are traced with the sizes of one call. "
+                    "Leave dynamic out; each size gets a program of its own."
                 )
-            for way in WAYS[:1] if request.placed else WAYS:
+            for way in WAYS[:1] if makes_dtensors else WAYS:
                 if _is_worth(way, failures, request.symbols):
                     try:
                         return _captured(request, before, way)
@@ -244,7 +253,7 @@ def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Fou
     model = request.model
     if isinstance(model, fx.GraphModule) or environment().flat_capture:
         return None
-    if request.extended or request.placed:
+    if request.extended or request.placed or context_parallel.state() is not None:
         return None
     lists, why = find.lists(model)
     if not (lists or why):

@@ -324,7 +324,8 @@ def _asked(row: fx.Node) -> str:
     if row.target is ops.kept:
         return f"kept({list(row.args[1])!r})[0]"  # type: ignore[arg-type]
     spec, options = ops.of(row), ops.given(row)
-    options.pop("size", None)  # the world knows its groups
+    for known in ("size", "stride", "rank"):  # the world knows its groups
+        options.pop(known, None)
     if spec.asynchronous or row.target is ops.wait:
         options["pair"] = tags.get(row).pair
     more = "".join(f", {key}={_value(value)}" for key, value in options.items())

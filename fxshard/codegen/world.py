@@ -46,6 +46,39 @@ class World(Protocol):
     ) -> list[Tensor]:
         """Fresh tensors, reduced over the ranks, for which the compute stream waits."""
 
+    # Collectives of the model's own: fresh tensors; `ranks` is torch's name of the group.
+
+    def model_all_gather(
+        self, tensors: list[Tensor], pair: int, group: str, ranks: str
+    ) -> list[Tensor]:
+        """Launch: contiguous tensors ``[n, ...]`` -> ``[size * n, ...]``."""
+
+    def model_reduce_scatter(
+        self, tensors: list[Tensor], pair: int, group: str, ranks: str, op: str
+    ) -> list[Tensor]:
+        """Launch: contiguous tensors ``[size * n, ...]`` -> ``[n, ...]``."""
+
+    def model_all_reduce(
+        self, tensors: list[Tensor], pair: int, group: str, ranks: str, op: str
+    ) -> list[Tensor]:
+        """Launch: tensors -> contiguous ones, reduced."""
+
+    def model_all_to_all(
+        self,
+        tensors: list[Tensor],
+        pair: int,
+        group: str,
+        ranks: str,
+        into: Sequence[int],
+        sent: Sequence[int],
+    ) -> list[Tensor]:
+        """Launch: contiguous tensors ``[sum(sent), ...]`` -> ``[sum(into), ...]``."""
+
+    def model_broadcast(
+        self, tensors: list[Tensor], pair: int, group: str, ranks: str, root: int
+    ) -> list[Tensor]:
+        """Launch: contiguous tensors -> those of the rank `root` of all."""
+
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         """Launch: the user's reduction of a flat tensor ``[size * n]`` -> ``[n]``."""
 

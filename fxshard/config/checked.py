@@ -81,6 +81,7 @@ class Config:
     data_sizes: int | Mapping[str, int | Sequence[int]] | None = None
     chunk_loss: bool | int = False
     ranks_may_differ: bool = False
+    async_tensor_parallel: bool = False
     pipeline_stage: bool = False
     max_variants: int = 16
     device: Literal["cuda"] | torch.device | None = None

@@ -41,7 +41,7 @@ REDUCE_OPS = ("avg", "sum", "max", "min")
 DEVICES = (None, "cuda")
 FLAGS = (
     *("full_precision_in_eval", "sync_module_states", "optimizer_in_backward"),
-    *("ranks_may_differ", "pipeline_stage"),
+    *("ranks_may_differ", "pipeline_stage", "async_tensor_parallel"),
 )
 
 
@@ -211,6 +211,13 @@ class Options(TypedDict, total=False):
     batch lacks, an expert without tokens, a skipped layer). In each call ranks tell each other what
     they need before the first collective, and each takes part in what any of them needs; a gradient
     that a rank does not have counts as zeros. Without it such calls are refused.
+    """
+
+    async_tensor_parallel: bool
+    """Cut the all-gathers and reduce-scatters of sequence parallelism, with the matrix products
+    beside them, along the batch, so that one part is multiplied while the next one is sent: where
+    that takes less time on an H100. `fxshard.passes.async_tensor_parallel` for other hardware. Sums
+    have the same terms; a kernel for fewer rows may round otherwise. See docs/tensor-parallel.md.
     """
 
     pipeline_stage: bool

@@ -196,9 +196,6 @@ def collective(node: fx.Node, world_size: int, apart: int = 1) -> Collective:
     A user's `comm_hook` counts as the reduce-scatter, or with one shard the all-reduce, that stands
     there without it.
 
-    One that the model calls itself is among neighbours: as those of tensor parallelism are, if
-    they can be.
-
     Args:
         node: a collective.
         world_size, apart: as for `node_seconds`.
@@ -206,13 +203,18 @@ def collective(node: fx.Node, world_size: int, apart: int = 1) -> Collective:
     if is_collective(node):
         name, made = str(node.target), sum(map(_extent, tags.tensors(node.meta["val"])))
         given = sum(_extent(t) for n in node.all_input_nodes for t in tags.tensors(n.meta["val"]))
-        total, passes = max(made, given), 2 if "all_reduce" in name else 1
-        return Collective(total, ranks_of(node) or world_size, 1, passes)
+        total, passes, ranks = max(made, given), 2 if "all_reduce" in name else 1, ranks_of(node)
+        if ranks is None:
+            return Collective(total, world_size, 1, passes)
+        return Collective(total, ranks.size, ranks.stride, passes)
     spec, ranks = ops.of(node), int(cast(int, node.args[1]))
+    between = apart * (world_size if kind_of_group(ops.group(node)) == "replicate" else 1)
+    if spec.of_model:
+        between = ops.argument(node, "stride")
     return Collective(
         total=_sent(node) * ranks ** max(0, spec.grows),
         ranks=ranks,
-        stride=apart * (world_size if kind_of_group(ops.group(node)) == "replicate" else 1),
+        stride=between,
         passes=spec.passes,
     )
 

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard import pipeline
-from fxshard._torch import dynamo, export, trees
+from fxshard._torch import context_parallel, dynamo, export, trees
 from fxshard.config.checked import Config
 from fxshard.config.environment import notice
 from fxshard.dynamo.replay import Bound, Interpreter, Run, relocated, stand_ins, unwraps
@@ -295,9 +295,16 @@ class Graph:
         """Capture a program for this kind of call; all ranks agree on it.
 
         Raises:
-            CaptureError: it cannot be captured, or sizes are not bounded.
+            CaptureError: it cannot be captured, sizes are not bounded, or attention goes round
+                ranks (``context_parallel``).
         """
         config = self.configs[owner]
+        if context_parallel.state() is not None:
+            raise CaptureError(
+                "torch's context_parallel around a model of torch.compile(backend='fxshard'): "
+                "Dynamo reads attention before it goes round the ranks. Use fxshard.compile or "
+                "fxshard.fully_shard."
+            )
         of_this_layer = ("the parameters of the graph", bound)
         served = [
             found.variant

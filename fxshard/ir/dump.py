@@ -100,6 +100,8 @@ def line(node: fx.Node, program: Program | None = None) -> str:
         role = "input" if tag is None else "saved" if tag.role == "compute" else tag.role
         return f"%{node.name}{type_} = {role} {tag.fqn or '' if tag else ''}".rstrip()
     arguments = [_argument(a) for a in node.args]
+    if ops.of(node).of_model:
+        del arguments[ops.PLACE_OF_RANKS]  # torch's name of the group: other ranks have others
     group = program.group_of(node) if program is not None and is_collective(node) else None
     if group is not None:
         arguments[-1] = group
@@ -239,6 +241,8 @@ def rows(
     """
     assert program.schedule is not None, "outline-regions has not run"
     found: list[Row] = []
+    every = (tags.get(node) for node in program.graph.nodes)
+    recorders = {tag.records: tag.stream for tag in every if tag.records}
     for phase, graph in program.schedule.phases():
         for node in graph.nodes:
             if node.op not in ("call_function", "call_module"):
@@ -246,7 +250,7 @@ def rows(
             is_cut = tags.get(node).role == "unshard" and node.target not in ops.OPERATORS
             if node.target is operator.getitem or is_cut:
                 continue
-            row, where = _row(program, phase, node), (phase, node.name)
+            row, where = _row(program, phase, node, recorders), (phase, node.name)
             found.append(
                 dataclasses.replace(
                     row,
@@ -297,7 +301,7 @@ def _both(first: Row, row: Row) -> Row | None:
     return None
 
 
-def _row(program: Program, phase: str, node: fx.Node) -> Row:
+def _row(program: Program, phase: str, node: fx.Node, recorders: Mapping[str, str]) -> Row:
     tag = tags.get(node)
     unit = program.units[tag.unit or 0]
     if node.op == "call_module":
@@ -308,8 +312,8 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
     else:
         spec = ops.of(node)
         operation = spec.operation
-        makes = spec.role in ("unshard", "unpack", "reshard")  # their results are what counts
-        sources = list(node.users) if makes else tags.operands(node)
+        makes = spec.role in ("unshard", "unpack", "reshard") or (spec.of_model and spec.grows > 0)
+        sources = list(node.users) if makes else tags.operands(node)  # the larger side
         values = [t for source in sources for t in tags.tensors(source.meta["val"])]
         moves = operation != "join"
         size = sum(t.untyped_storage().nbytes() for t in values) if moves else 0
@@ -318,8 +322,7 @@ def _row(program: Program, phase: str, node: fx.Node) -> Row:
             roles = {tags.get(source).role for source in sources}
             unshards = roles <= {"unshard", "reshard", "pre_gather"}
             what = "unshard" if unshards else "transfer" if "transfer" in roles else "reduce"
-    streams = {spec.event: spec.stream for spec in ops.OPERATORS.values()} | {"c": "compute"}
-    waited = ",".join(streams[event[0]] for event in tag.waits)
+    waited = ",".join(recorders.get(event, "compute") for event in tag.waits)
     return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size)
 
 

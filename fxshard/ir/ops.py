@@ -4,10 +4,14 @@ Verifier, liveness, code generation, worlds, cost and dump read the entry. So a 
 one `define`, and a method of its name on each world that is to run it (`fxshard.runtime.world`);
 operators have no kernel of their own.
 
+Those called ``model_*`` are the collectives that a model calls itself, those of tensor parallelism
+among them: what they make are activations, which end with their last reader.
+
 The first argument is the list of operands. `group` names the ranks that take part: "shard" (those
 that share a parameter), "replicate" (those that hold the same shard), "reshard<n>" (n neighbours);
 on another mesh than the model's, with its name (`fxshard.ir.layout.Grid.group`). `size` is their
-number.
+number. That of a ``model_*`` operator is a name for people, such as "tp", and its stream's; `ranks`
+is torch's name of the group on this rank, `stride` how far two neighbours in it are apart.
 """
 
 from __future__ import annotations
@@ -43,13 +47,15 @@ class OpSpec:
         fake: what it gives: ``(empty, *arguments)``; what it allocates is made by ``empty``.
         role: of its nodes.
         text: the operation in the schedule's dump and in timelines, if it is not the name.
-        stream: where it runs. On any but the compute stream it is asynchronous.
+        stream: where it runs. On any but the compute stream it is asynchronous. "" is the stream
+            of its group (see `stream_of`).
         event: of what is asynchronous, the letter of the events that it records.
         prepares: its results may be what a later launch sends, whose wait is then theirs too.
         in_place: whether its results are its operands; "alone": in a group of one rank.
         category: name of the `fxshard.memory.category.Category` of what it makes.
         on_host: what it makes lies in memory of the CPU.
         grows: results have ``size ** grows`` times the rows of the operands.
+        of_model: the model calls it: no free ends its results, and its wait holds its operands.
         over: what its bytes go over; "nothing": it neither reads nor writes data.
         passes: of a collective, rounds of a ring: 2 for an all-reduce, else 1.
         gloo: of a collective, what gloo copies of it while it runs.
@@ -66,6 +72,7 @@ class OpSpec:
     category: str = ""
     on_host: bool = False
     grows: int = 0
+    of_model: bool = False
     over: Literal["network", "host", "memory", "nothing"] = "memory"
     passes: int = 1
     gloo: Literal["operands", "results", "nothing"] = "nothing"
@@ -91,6 +98,7 @@ class OpSpec:
         return self.stream != "compute"
 
 
+PLACE_OF_RANKS = 3  # of the argument `ranks` of a collective of the model's
 OPERATORS: dict[Any, OpSpec] = {}  # by what a node calls
 _BY_ID: dict[int, OpSpec] = {}  # for `of`: torch hashes its operators in Python
 _COMPUTE = OpSpec("", role="compute", text="compute")  # of an operator that is none of ours
@@ -125,6 +133,11 @@ def of(node: fx.Node) -> OpSpec:
 def ends(node: fx.Node) -> bool:
     """True if what `node` takes is there no more afterwards: it frees or keeps it."""
     return of(node).role == "free"
+
+
+def stream_of(node: fx.Node) -> tags.Stream:
+    """Where `node` runs: a collective of the model's on the stream of its group, "tp"."""
+    return of(node).stream or str(group(node))
 
 
 def communicates(node: fx.Node) -> bool:
@@ -185,10 +198,31 @@ def _all_reduce(
     return list(grads)
 
 
-def _reduce_now(
-    empty: Empty, tensors: list[Tensor], size: int, group: str = "", op: str = ""
-) -> list[Tensor]:
+def _alike(empty: Empty, tensors: list[Tensor], size: int, *rest: Any) -> list[Tensor]:
     return [empty(t, t.shape) for t in tensors]
+
+
+def _model_all_gather(empty: Empty, tensors: list[Tensor], size: int, *rest: Any) -> list[Tensor]:
+    return [empty(t, gathered(t.shape, size)) for t in tensors]
+
+
+def _model_reduce_scatter(
+    empty: Empty, tensors: list[Tensor], size: int, *rest: Any
+) -> list[Tensor]:
+    return [empty(t, part(t.shape, size)) for t in tensors]
+
+
+def _model_all_to_all(
+    empty: Empty,
+    tensors: list[Tensor],
+    size: int,
+    group: str,
+    ranks: str,
+    into: Sequence[int],
+    sent: Sequence[int],
+    *rest: Any,
+) -> list[Tensor]:
+    return [empty(t, (sum(into), *t.shape[1:])) for t in tensors]
 
 
 def _comm_hook(empty: Empty, grads: list[Tensor], size: int) -> list[Tensor]:
@@ -303,12 +337,88 @@ all_reduce: Any = define(
 reduce_now: Any = define(
     OpSpec(
         "reduce_now(Tensor[] tensors, int size, str group='shard', str op='max') -> Tensor[]",
-        fake=_reduce_now,
+        fake=_alike,
         role="transfer",
         category="ALL_GATHER",
         over="network",
         passes=2,
         gloo="operands",
+    )
+)
+# What a model calls itself (`fxshard.passes.launch_collectives`): one contiguous tensor in, a fresh
+# one out; rows of all ranks.
+model_all_gather: Any = define(
+    OpSpec(
+        "model_all_gather(Tensor[] tensors, int size, str group, str ranks, int stride=1) "
+        "-> Tensor[]",
+        fake=_model_all_gather,
+        text="all-gather",
+        stream="",
+        event="g",
+        category="COMMUNICATION",
+        grows=1,
+        of_model=True,
+        over="network",
+        gloo="results",
+    )
+)
+# This rank's rows of the reduction.
+model_reduce_scatter: Any = define(
+    OpSpec(
+        "model_reduce_scatter(Tensor[] tensors, int size, str group, str ranks, str op, "
+        "int stride=1) -> Tensor[]",
+        fake=_model_reduce_scatter,
+        text="reduce-scatter",
+        stream="",
+        event="d",
+        category="COMMUNICATION",
+        grows=-1,
+        of_model=True,
+        over="network",
+        gloo="operands",
+    )
+)
+# A reduced copy.
+model_all_reduce: Any = define(
+    OpSpec(
+        "model_all_reduce(Tensor[] tensors, int size, str group, str ranks, str op, int stride=1) "
+        "-> Tensor[]",
+        fake=_alike,
+        text="all-reduce",
+        stream="",
+        event="m",
+        category="COMMUNICATION",
+        of_model=True,
+        over="network",
+        passes=2,
+    )
+)
+# Each rank gets `into[r]` rows of rank r, and sends it `sent[r]`; `rank`: this one in the group.
+model_all_to_all: Any = define(
+    OpSpec(
+        "model_all_to_all(Tensor[] tensors, int size, str group, str ranks, int[] into, "
+        "int[] sent, int rank=0, int stride=1) -> Tensor[]",
+        fake=_model_all_to_all,
+        text="all-to-all",
+        stream="",
+        event="x",
+        category="COMMUNICATION",
+        of_model=True,
+        over="network",
+    )
+)
+# A copy of what the rank `root` (of all) has.
+model_broadcast: Any = define(
+    OpSpec(
+        "model_broadcast(Tensor[] tensors, int size, str group, str ranks, int root, "
+        "int stride=1) -> Tensor[]",
+        fake=_alike,
+        text="broadcast",
+        stream="",
+        event="o",
+        category="COMMUNICATION",
+        of_model=True,
+        over="network",
     )
 )
 # The user's function reduces one flat tensor, all gradients of a unit, rank by rank: ``[size * n]``

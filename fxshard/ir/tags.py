@@ -41,7 +41,8 @@ Role = Literal[
     "step",  # the optimizer's, of a unit
     "output",
 ]
-Stream = Literal["compute", "unshard", "reduce", "all-reduce", "load", "store"]
+# "compute", "unshard", "reduce", "all-reduce", "load", "store"; or the name of a group of ranks
+Stream = str
 
 # Roles of placeholders that are the caller's: they live as long as the model or the batch.
 HELD: tuple[Role, ...] = ("shard", "ignored", "buffer", "input")

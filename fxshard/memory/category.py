@@ -23,6 +23,7 @@ class Category(enum.Enum):
     REDUCE_SCATTER = "Reduce Scatter"
     OPT_STATE = "OptState"
     INPUTS = "Inputs"
+    COMMUNICATION = "Communication Buffer"  # ours: of the model's own collectives, until the wait
 
     column: int  # its place in `CATEGORIES`: a dictionary of an Enum hashes in Python
 

@@ -463,6 +463,8 @@ class Walk(Regions):
                 packed = any(user.target is ops.unpack for user in source.users)
                 if tags.get(source).role == "unshard" and not packed:
                     self._relabel(env[source], Category.UNSHARDED_PARAM)
+                elif _is_received(source):
+                    self._relabel(env[source], self._received(source))
         elif row.target is ops.step:
             self._step_row(row)
         elif row.target is ops.free:
@@ -484,6 +486,12 @@ class Walk(Regions):
         else:  # a view of a buffer that cuts its padding
             env[row] = [t for n in row.all_input_nodes for t in env[n]]
             self._hold(env[row])
+
+    def _received(self, item: fx.Node) -> Category:
+        """Of what a collective of the model's has brought."""
+        default = Category.ACTIVATION if tags.get(item).phase == "forward" else Category.TEMP
+        found = (self._categories.get(storage) for storage in tags.storage_ids(item))
+        return next(filter(None, found), default)
 
     def _keep(self, fqn: str, tokens: list[int]) -> None:
         """The caller keeps an unsharded parameter for the next forward."""
@@ -517,3 +525,8 @@ class Walk(Regions):
         for number, (op, size) in made.items():
             each = step.range_of(op, number, size, host=self.program.offloaded)
             self._optimizers[number] = self._new(each)
+
+
+def _is_received(node: fx.Node) -> bool:
+    """True for what a collective of the model's brings."""
+    return node.target is operator.getitem and ops.of(tags.source(node)).of_model

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard import pipeline
-from fxshard._torch import autograd, transforms, trees
+from fxshard._torch import autograd, context_parallel, transforms, trees
 from fxshard.capture import attributes, refusals
 from fxshard.capture.attributes import Attributes
 from fxshard.capture.functions import Hooks
@@ -535,6 +535,7 @@ class Runtime(Phases):
             "a hook of a module": self.hooks.state(tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
+            "context parallelism": context_parallel.state(),
         }
 
     def _sums(self) -> Any:

@@ -79,6 +79,8 @@ class Tracker(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self._packed: set[int] = set()  # storages of what is gathered and copied out of
         self._in_step = False
+        self._arrived: dict[int, int] = {}  # what the model received -> place of the event
+        self.of_model = False  # a collective of the model's is being launched
         self.waiting = False  # for a collective: tensors that gloo makes then are its own
         self.phase: str = "start"
 
@@ -104,9 +106,17 @@ class Tracker(TorchDispatchMode):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             number = self._numbers.get(id(local.untyped_storage()))
             if number is not None:
-                storage = self._storages[number]
-                storage.category = storage.now = category
-                storage.host = host
+                self._set(number, category)
+                self._storages[number].host = host
+
+    def _set(self, number: int, category: Category) -> None:
+        """From its birth on; of what a collective of the model's wrote, since it is there."""
+        storage = self._storages[number]
+        storage.now = category
+        if number in self._arrived:
+            self._events[self._arrived[number]] = _Event("label", number, category)
+        else:
+            storage.category = category
 
     def gradients(self, params: Iterable[Tensor]) -> None:
         """Mark every ``.grad`` that was not sent to a reduction as a sharded gradient."""
@@ -165,7 +175,7 @@ class Tracker(TorchDispatchMode):
             sources = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             numbers = (self._numbers.get(id(source.untyped_storage())) for source in sources)
             self._copied(self._number(result), tuple(n for n in numbers if n is not None))
-        name = str(func)
+        name = "" if self.of_model else str(func)
         if name.startswith("c10d._allgather_base_"):
             self.mark(args[:1], Category.ALL_GATHER)
         elif name.startswith("c10d.allgather_into_tensor_coalesced_"):
@@ -201,7 +211,7 @@ class Tracker(TorchDispatchMode):
         storage = self._storages[number]
         storage.copied_from = sources
         if any(self._storages[source].now is Category.SHARDED_GRAD for source in sources):
-            storage.category = storage.now = Category.SHARDED_GRAD
+            self._set(number, Category.SHARDED_GRAD)
 
     def _label(self, number: int, category: Category) -> None:
         """Change the category of a storage from now on."""
@@ -224,9 +234,9 @@ class Tracker(TorchDispatchMode):
         if storage.now is Category.UNSHARDED_GRAD:
             return  # an accumulated one
         if not storage.copied_from:
-            storage.category = storage.now = Category.UNSHARDED_GRAD
+            self._set(number, Category.UNSHARDED_GRAD)
             return
-        storage.category = storage.now = Category.REDUCE_SCATTER
+        self._set(number, Category.REDUCE_SCATTER)
         for source in storage.copied_from:
             self._sent(source)
 
@@ -253,11 +263,18 @@ class Tracker(TorchDispatchMode):
         self._references[number] = weakref.ref(storage, died)
 
     def waited(self, tensors: Iterable[Tensor]) -> None:
-        """A wait returned: a gathered buffer is an unsharded parameter from now on."""
+        """A wait returned: a gathered buffer is an unsharded parameter from now on.
+
+        What a collective of the model's wrote is one of its tensors.
+        """
         for tensor in tensors:
             number = self._number(tensor)
             if self._storages[number].now is Category.ALL_GATHER:
                 self._label(number, Category.UNSHARDED_PARAM)
+            elif self._storages[number].now is Category.COMMUNICATION:
+                self._arrived[number] = len(self._events)
+                forward = self.phase == "forward"
+                self._label(number, Category.ACTIVATION if forward else Category.TEMP)
 
     def unpacked(self, tensors: Iterable[Tensor]) -> None:
         """Gathered buffers are copied out of: they were no unsharded parameters all along."""
@@ -340,7 +357,20 @@ class WatchedWorld:
         self._world, self._tracker = world, tracker
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._world, name)
+        found = getattr(self._world, name)
+        return self._of_model(found) if name.startswith("model_") else found
+
+    def _of_model(self, launch: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        """A collective that the model calls itself."""
+
+        def watched(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+            self._tracker.of_model = True
+            made = launch(tensors, **options)
+            self._tracker.of_model = False
+            self._tracker.mark(made, Category.COMMUNICATION)
+            return made
+
+        return watched
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""

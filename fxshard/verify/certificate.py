@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -49,7 +50,7 @@ def _line(program: Program, launch: fx.Node, *, sized: bool) -> str:
     of ranks that communicate are equal if parameters and placements are.
     """
     tag = tags.get(launch)
-    if is_collective(launch):
+    if is_collective(launch) or ops.of(launch).of_model:
         return f"{tag.phase} {_of_the_model(program, launch)}"
     text = f"{tag.phase} {dump.operation(launch)} group={ops.group(launch)} size={launch.args[1]}"
     op = ops.argument(launch, "op")
@@ -72,10 +73,7 @@ def _of_the_model(program: Program, call: fx.Node) -> str:
 
     So have sizes that are found in the data other values: what depends on them has no bytes.
     """
-    plain = (value for value in call.args[:-1] if not isinstance(value, fx.Node))
-    group = program.group_of(call)
-    where = [] if group is None else [f"group={group} size={ranks_of(call)}"]
-    text = " ".join([str(call.target), *map(str, plain), *where])
+    text = _who_does_what(program, call)
     found = program.domain.from_data if program.domain else frozenset()
     if any(domain.depends_on(node, found) for node in call.all_input_nodes):
         return f"{text} bytes of its data"
@@ -83,6 +81,40 @@ def _of_the_model(program: Program, call: fx.Node) -> str:
     size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
     what = ", ".join(map(dump.types, sent))
     return f"{text} bytes={size} [{what}]"
+
+
+def _who_does_what(program: Program, call: fx.Node) -> str:
+    """Operator, group and reduction of a collective that forward calls."""
+    group, ranks = program.group_of(call), ranks_of(call)
+    if ops.of(call).of_model:
+        own = program.parallel is not None and group == program.parallel.group
+        found = [dump.operation(call), f"group={group}", *([f"size={call.args[1]}"] if own else [])]
+        given = ops.given(call)
+        values = {n: v for n, v in given.items() if n in _SAID}
+        if "into" in given:
+            values |= {n: from_the_next(given[n], given["rank"]) for n in ("into", "sent")}
+        return " ".join([*found, *(f"{n}={v}" for n, v in values.items())])
+    plain = [
+        from_the_next(value, ranks.rank) if ranks and isinstance(value, (list, tuple)) else value
+        for value in call.args[:-1]
+        if not isinstance(value, fx.Node)
+    ]
+    where = [] if group is None or ranks is None else [f"group={group} size={ranks.size}"]
+    return " ".join([str(call.target), *map(str, plain), *where])
+
+
+def from_the_next(splits: Sequence[Any], rank: int) -> list[Any]:
+    """A number for each rank of a group, beginning with that of the rank after `rank`.
+
+    So what is sent around a ring is told in the same words by each. Other splits that are not even
+    are refused where they are constants: nobody would see that two ranks' do not fit together.
+    """
+    if not all(isinstance(size, int) for size in splits):
+        return list(splits)  # found in the data
+    return [*splits[rank + 1 :], *splits[: rank + 1]]
+
+
+_SAID = ("op", "root")  # arguments of the model's collectives that ranks must have alike
 
 
 def _inside(packed: fx.Node) -> list[str]:

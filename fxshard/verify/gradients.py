@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxshard._torch.traced_collectives import is_called_otherwise
 from fxshard.ir import dump, ops, tags, transfers
 from fxshard.ir.layout import ParamLayout, gathered, split_by_rank
 from fxshard.ir.program import Fact, Program, Result
@@ -215,7 +216,7 @@ def _divided(
     grid = program.grid(fqn)
     while node.op == "call_function":
         made = tags.source(node) if node.target is operator.getitem else None
-        if made is not None and transfers.is_launch(made):
+        if made is not None and transfers.is_reduction(made):
             operation = ops.argument(made, "op")
             if operation is not None:
                 ranks = grid.size(ops.group(made) or "") or 1
@@ -360,7 +361,7 @@ def _reductions_of(value: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     node = value
     while node.op == "call_function":
-        if node.target is operator.getitem and transfers.is_launch(tags.source(node)):
+        if node.target is operator.getitem and transfers.is_reduction(tags.source(node)):
             found.append(node)
             if tags.source(node).target is ops.comm_hook:
                 break
@@ -393,9 +394,18 @@ def _piece(value: fx.Node, item: fx.Node) -> tuple[Any, ...]:
 def equal_chunks(program: Program) -> None:
     """Every collective's buffers are its size times its inputs (or the inverse), row-wise."""
     grids = program.grids.values()
+    of_model: dict[str | None, tuple[Any, ...]] = {}  # group -> number and name of its ranks
     for node in program.graph.nodes:
         group = ops.group(node)
-        if group is not None:
+        if ops.of(node).of_model:
+            who = node.args[1], *(ops.argument(node, name) for name in ("ranks", "stride"))
+            if is_called_otherwise(node):
+                what = f"%{node.name} is not what the model has called."
+                fail(program, Fact.EQUAL_CHUNKS, node, what)
+            if of_model.setdefault(group, who) != who:
+                what = f"%{node.name} is one of the ranks {who}, but {group!r} has "
+                fail(program, Fact.EQUAL_CHUNKS, node, what + f"{of_model[group]}.")
+        elif group is not None:
             size = next(filter(None, (grid.size(group) for grid in grids)), None)
             if node.args[1] != size:
                 what = f"%{node.name} is one of {node.args[1]} ranks, but {group!r} has {size}."

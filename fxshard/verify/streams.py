@@ -28,7 +28,7 @@ def streams_ordered(program: Program) -> None:
             events[orders.ENTRY[tag.phase]] = dict(clock)
             continue
         if step.kind == "run":
-            should = ops.of(node).stream
+            should = ops.stream_of(node)
             if step.stream != should:
                 what = f"%{node.name} runs on the {step.stream} stream, not on {should!r}."
                 fail(program, fact, node, what)

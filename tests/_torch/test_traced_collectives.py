@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxshard._torch import traced_collectives
@@ -33,7 +34,18 @@ def test_ranks_of_functional_collectives_are_noted() -> None:
         (call,) = [node for node in graph.nodes if traced_collectives.is_collective(node)]
         assert traced_collectives.ranks_of(call) is None
         traced_collectives.note_ranks(call)
-    assert traced_collectives.ranks_of(call) == 3
+    found = traced_collectives.ranks_of(call)
+    assert found is not None and (found.name, found.size, found.stride) == ("world", 3, 1)
+
+
+def test_groups_of_a_mesh_are_named_by_their_dimension() -> None:
+    with fake_process_group(0, 6):
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        names = [mesh[name].get_group().group_name for name in ("dp", "tp")]
+        found = [traced_collectives.Ranks.of(name) for name in names]
+        other = traced_collectives.Ranks.of(dist.new_group([0, 5]).group_name)
+    assert [(each.name, each.size, each.stride) for each in found] == [("dp", 3, 2), ("tp", 2, 1)]
+    assert (other.name, other.size, other.stride) == ("", 2, 5)
 
 
 def test_what_was_waited_for_is_the_tensor_itself() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import (
 
 import fxshard
 from fxshard._torch import process_groups
+from tests.distributed.tensor_parallel_cases import VOCABULARY, Llama, of_sequences
 from tests.distributed.test_exceptions import pointed
 from tests.happens_before import Machine, Stream, Watch
 from tests.runtime.placement_cases import columns
@@ -108,12 +109,15 @@ def watched(case: Case, options: dict[str, Any]) -> Iterator[Watched]:
     """On one rank of a fake group, whose collectives are issued as on CUDA."""
     options = dict(options)
     shape = options.pop("mesh", (2,))
-    names = ("replicate", "shard")[-len(shape) :]
+    names = options.pop("names", ("replicate", "shard")[-len(shape) :])
     world_size = torch.Size(shape).numel()
     with process_groups.fake_process_group(0, world_size):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         torch.manual_seed(0)
-        model: Any = fxshard.compile(case.build(), mesh=mesh, units=case.units, **options)
+        made = case.build()
+        if "tp" in names:
+            of_sequences(made, mesh["tp"])
+        model: Any = fxshard.compile(made, mesh=mesh, units=case.units, **options)
         machine = Machine()
         watch = Watch(machine)
         world = model._fxshard.world
@@ -140,6 +144,38 @@ def test_no_race(setting: str) -> None:
         assert found.races() == 0, found.watch.races
         assert found.watch.operators > 100
         assert len(found.machine.streams) > 1
+
+
+LLAMA = Case(
+    "llama",
+    build=Llama,
+    batch=lambda rank, step: ((torch.arange(16).view(2, 8) % VOCABULARY,), {}),
+    loss=lambda output: output.square().mean(),
+    units=["layers.*"],
+)
+PARALLEL: dict[str, Any] = {"mesh": (2, 2), "names": ("dp", "tp")}
+
+
+@pytest.mark.parametrize("setting", ["default", "recomputed"])
+def test_no_race_of_tensor_parallelism(setting: str) -> None:
+    with watched(LLAMA, SETTINGS[setting] | PARALLEL) as found:
+        assert found.races() == 0, found.watch.races
+        streams = found.model._fxshard.world._streams
+        assert "tp" in streams and "unshard" in streams
+
+
+def test_events_of_tensor_parallelism_left_out_are_races() -> None:
+    """The detector sees the streams of the model's own collectives."""
+    with watched(LLAMA, PARALLEL) as found:
+        world = found.model._fxshard.world
+        wait = world.wait_event
+
+        def only_of_others(stream: str, event: str) -> None:
+            if stream != "tp" and event[0] not in "gdm":
+                wait(stream, event)
+
+        world.wait_event = only_of_others
+        assert found.races(1) > 0
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.cost import operators
 from fxshard.cost.hardware import hardware_of
 from fxshard.ir import dump, ops
+from fxshard.memory.category import Category
 from fxshard.plans.plan import Plan
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
@@ -45,6 +47,7 @@ def planned(job: Job, **options: Any) -> Plan:
         (Job(of_tensors), {"checkpoint": "selective"}),
         (Job(of_sequences), {"checkpoint": "full", "optimizer": torch.optim.AdamW}),
         (Job(of_sequences_and_logits), {"backend": "inductor"}),
+        (Job(of_sequences), {"mixed_precision": MixedPrecisionPolicy(torch.bfloat16)}),
         (Job(of_sequences_and_logits), {}),
     ],
 )
@@ -60,12 +63,12 @@ def test_bytes_are_those_of_the_tracker(job: Job, options: dict[str, Any]) -> No
 
 def test_collectives_are_named_by_their_dimension() -> None:
     plan = planned(Job(of_an_mlp, model=Mlp))
-    lines = [line for line in collectives(plan.program) if "_c10d" in line]
-    assert len(lines) == 3 and all("all_reduce.default sum group=tp size=2" in x for x in lines)
+    lines = [line for line in collectives(plan.program) if "group=tp" in line]
+    want = "fxshard.model_all_reduce group=tp size=2 op=sum bytes="
+    assert len(lines) == 3 and all(want in line for line in lines)
     assert sum("group=shard size=2" in line for line in collectives(plan.program)) > 4
     nodes = [n for n in plan.program.graph.nodes if "all_reduce" in str(n.target)]
-    assert all(", sum, tp)" in dump.line(node, plan.program) for node in nodes)
-    assert "(tp: 1 all-reduce)" in plan.dump()
+    assert all(", 2, tp, sum, 1)" in dump.line(node, plan.program) for node in nodes)
 
 
 def test_collectives_take_time_of_their_own_ranks() -> None:
@@ -81,6 +84,35 @@ def test_collectives_take_time_of_their_own_ranks() -> None:
             seconds = operators.node_seconds(node, hardware_of("h100"), 2, program.apart)
             assert seconds > 14e-6  # what NCCL takes besides
     assert any(program.group_of(node) == "tp" for node in calls)
+
+
+def without_rows(default: Any) -> list[Any]:
+    return [each for each in default if each.name != "launch-collectives"]
+
+
+def test_they_run_beside_compute() -> None:
+    """In backward the gradients of weights are computed meanwhile; nothing else is longer."""
+    job = Job(of_sequences)
+    estimate, plain = (
+        planned(job, **more).estimate("h100") for more in ({}, {"passes": without_rows})
+    )
+    mine = [row for row in estimate.rows if row.stream == "tp"]
+    assert {row.operation for row in mine} == {"all-gather", "reduce-scatter", "all-reduce"}
+    hidden = sum(row.seconds for row in mine) - estimate.exposed_communication_seconds
+    assert hidden > 0 and estimate.step_seconds < plain.step_seconds
+    assert not [row for row in plain.rows if row.stream == "tp"]
+    assert estimate.traffic()["all-gather"].collectives == sum(
+        row.operation == "all-gather" for row in mine
+    )
+
+
+def test_what_is_in_flight_is_in_the_report() -> None:
+    memory = planned(Job(of_sequences)).memory
+    buffers = [r for r in memory.ledger().ranges if r.category is Category.COMMUNICATION]
+    assert buffers and {each.stream for each in buffers} == {"tp"}
+    assert {each.op for each in buffers} == {
+        f"fxshard.model_{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
 
 
 def test_blocks_share_their_regions() -> None:

@@ -239,7 +239,7 @@ REFUSED = {
     "summoned": "StepError: parameter 'layers.0.0.weight', .*full_tensor",
     "muon": "StepError: parameter .* has an update that needs all of its rows",
     "pickled": "StepError: parameter 'layers.0.0.weight', .* cannot be pickled",
-    "another_batch": "RankMismatchError: .*(_c10d_functional.all_reduce|another group of ranks)",
+    "another_batch": "RankMismatchError: .*(fxshard.model_all_reduce|another group of ranks)",
     "strategies": "ConfigError: tensor parallelism with units or parameters on meshes of their own",
     "formulas": "ConfigError: formulas with parameter .* Plan once for each size",
 }

@@ -286,6 +286,14 @@ def test_pipeline(tmp_path: Path) -> None:
 
 
 @slow
+def test_train_context_parallel(tmp_path: Path) -> None:
+    said = run(tmp_path, "train_context_parallel.py", ranks=4)
+    found = losses(said)
+    assert len(found) == 4 and found[-1] < found[0] / 3
+    assert "all-gather 1 tensor   blocks.0  cp" in said and "(dp_cp=4)" in said
+
+
+@slow
 def test_train_tensor_parallel(tmp_path: Path) -> None:
     said = run(tmp_path, "train_tensor_parallel.py", ranks=4)
     found = losses(said)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.errors import CaptureError
+from fxshard.ir import ops
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
 from tests.end_to_end.training_cases import assert_same, batch, grads_of
@@ -171,7 +172,7 @@ def trains(rank: int, world_size: int, name: str, how: str) -> list[str]:
             model.zero_grad()
         assert torch.equal(found[0][0], found[1][0])
         assert_same(found[0][1], found[1][1], rtol=1e-6, atol=1e-7)
-    return [str(n.target) for n in ours.plan.program.graph.nodes if "c10d" in str(n.target)]
+    return [str(n.target) for n in ours.plan.program.graph.nodes if ops.communicates(n)]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch: no autograd kernel is registered
@@ -180,7 +181,8 @@ def trains(rank: int, world_size: int, name: str, how: str) -> list[str]:
 @pytest.mark.sample(16)
 def test_as_under_fsdp2(ranks: Any, name: str, how: str) -> None:
     first, second = ranks(2).run(trains, name, how)
-    assert first == second and any("wait_tensor" in target for target in first)
+    assert first == second and any("fxshard.model_" in target for target in first), first
+    assert not any("c10d" in target for target in first), first
 
 
 def refuses(rank: int, world_size: int) -> None:
@@ -210,7 +212,7 @@ def differs(rank: int, world_size: int) -> None:
 
 def test_ranks_agree_on_the_collectives_of_the_model(ranks: Any) -> None:
     for failure in ranks(2).run_expecting_errors(differs):
-        assert "RankMismatchError" in failure and "_c10d_functional.all_reduce" in failure
+        assert "RankMismatchError" in failure and "fxshard.model_all_reduce" in failure
 
 
 def test_bytes_are_known_beforehand() -> None:

@@ -11,6 +11,8 @@ from fxshard.ir import ops, tags
 from fxshard.ir.program import Program
 from tests.faults.kinds import FAULTS, Fault, bypass, copied, fault, items, nodes, one, waited
 
+OF_MODEL = [target for target, spec in ops.OPERATORS.items() if spec.of_model]
+
 # -- drop ------------------------------------------------------------------------------------------
 
 
@@ -47,6 +49,7 @@ FAULTS["skip_all_reduce"] = skipper(ops.all_reduce)
 FAULTS["skip_cast"] = skipper(ops.cast)
 FAULTS["skip_load"] = skipper(ops.load)
 FAULTS["skip_store"] = skipper(ops.store)
+FAULTS["skip_collective_of_the_model"] = skipper(*OF_MODEL)
 FAULTS["skip_reshard"] = skipper(ops.reshard)
 
 
@@ -125,6 +128,7 @@ def repeater(*targets: Any) -> Fault:
 FAULTS["repeat_gather"] = repeater(ops.all_gather)
 FAULTS["repeat_reduce_scatter"] = repeater(ops.reduce_scatter)
 FAULTS["repeat_all_reduce"] = repeater(ops.all_reduce)
+FAULTS["repeat_collective_of_the_model"] = repeater(*OF_MODEL)
 FAULTS["repeat_store"] = repeater(ops.store)
 
 

@@ -396,6 +396,7 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ("prefetch", "max_inflight", Prefetch(3, 3, max_inflight=2), partial(graphs.chain, 3)),
         ("prefetch", "hybrid_offload", None, partial(graphs.chain, replicas=2, offloaded=True)),
         ("insert_step", "chain", InsertStep(), partial(graphs.chain, optimizer_in_backward=True)),
+        ("launch_collectives", "each", None, graphs.of_its_own),
         ("reinplace", "dying", None, partial(graphs.parse, DYING, root)),
         ("annotate_streams", "chain", None, graphs.chain),
         (

@@ -37,6 +37,7 @@ NAMES = [
     "insert-unshard",
     "insert-reduce",
     "prefetch",
+    "launch-collectives",
     "reinplace",
     "insert-free",
     "annotate-streams",

@@ -35,6 +35,7 @@ from tests.zoo import MODELS
 Build = Callable[[], Program]
 SMALL: dict[str, Build] = {
     "full": graphs.layered,
+    "of_its_own": graphs.of_its_own,
     "bf16": functools.partial(graphs.chain, 3, precision=BF16),
     "hybrid": functools.partial(graphs.chain, replicas=2),
     "kept": functools.partial(graphs.chain, reshard=False),

@@ -45,6 +45,7 @@ COLORS = {
     Category.REDUCE_SCATTER: "#f6d08b",
     Category.OPT_STATE: "#7b61b8",
     Category.INPUTS: "#c9d0da",
+    Category.COMMUNICATION: "#8fcfb5",
 }
 # From what lies still, at the bottom, to what comes and goes.
 STACK = (
@@ -58,6 +59,7 @@ STACK = (
     Category.ALL_GATHER,
     Category.UNSHARDED_GRAD,
     Category.REDUCE_SCATTER,
+    Category.COMMUNICATION,
     Category.TEMP,
 )
 

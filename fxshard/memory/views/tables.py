@@ -44,6 +44,7 @@ TITLES = {
     Category.REDUCE_SCATTER: "Reduce\nScat-\nter",
     Category.OPT_STATE: "Opt\nState",
     Category.INPUTS: "Inputs",
+    Category.COMMUNICATION: "Comm.\nBuffer",
 }
 
 # What is added up where the width does not do, one after the other.
@@ -52,7 +53,7 @@ GROUPS: tuple[tuple[str, frozenset[Category]], ...] = (
     ("Params\n+ All\nGather", frozenset({Category.UNSHARDED_PARAM, Category.ALL_GATHER})),
     ("Grads\n+ Red.\nScat.", frozenset({Category.UNSHARDED_GRAD, Category.REDUCE_SCATTER})),
     ("Shards", frozenset({Category.SHARDED_PARAM, Category.SHARDED_GRAD})),
-    ("Act.\n+ Temp", frozenset({Category.ACTIVATION, Category.TEMP})),
+    ("Act.\n+ Temp", frozenset({Category.ACTIVATION, Category.TEMP, Category.COMMUNICATION})),
     ("other", frozenset(Category)),
 )
 

@@ -248,6 +248,71 @@ class C10dWorld:
             else:
                 work.wait()  # the compute stream, not the host
 
+    def model_all_gather(
+        self, tensors: list[Tensor], pair: int, group: str, ranks: str
+    ) -> list[Tensor]:
+        members = process_groups.called(ranks)
+        size = members.size()
+        buffers = [t.new_empty(layout.gathered(t.shape, size)) for t in tensors]
+        with self._launch(ops.model_all_gather, pair, group, stream=group) as launch:
+            for work in backend_of(members).all_gather(members, buffers, tensors):
+                launch.works.append(work)
+        return buffers
+
+    def model_reduce_scatter(
+        self, tensors: list[Tensor], pair: int, group: str, ranks: str, op: str
+    ) -> list[Tensor]:
+        members = process_groups.called(ranks)
+        results = [t.new_empty(layout.part(t.shape, members.size())) for t in tensors]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = OPS[op]
+        with self._launch(ops.model_reduce_scatter, pair, group, stream=group) as launch:
+            into, sent = list(map(as_real, results)), list(map(as_real, tensors))
+            launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
+        return results
+
+    def model_all_reduce(
+        self, tensors: list[Tensor], pair: int, group: str, ranks: str, op: str
+    ) -> list[Tensor]:
+        made = [tensor.new_empty(tensor.shape) for tensor in tensors]
+        options = dist.AllreduceOptions()
+        options.reduceOp = OPS[op]
+        with self._launch(ops.model_all_reduce, pair, group, stream=group) as launch:
+            for copy, tensor in zip(made, tensors, strict=True):
+                copy.copy_(tensor)
+                work = process_groups.called(ranks).allreduce([as_real(copy)], options)
+                launch.works.append(work)
+        return made
+
+    def model_all_to_all(
+        self,
+        tensors: list[Tensor],
+        pair: int,
+        group: str,
+        ranks: str,
+        into: Sequence[int],
+        sent: Sequence[int],
+    ) -> list[Tensor]:
+        made = [tensor.new_empty((sum(into), *tensor.shape[1:])) for tensor in tensors]
+        lengths = list(into), list(sent)
+        with self._launch(ops.model_all_to_all, pair, group, stream=group) as launch:
+            for rows, tensor in zip(made, tensors, strict=True):
+                works = process_groups.called(ranks).alltoall_base(rows, tensor, *lengths)
+                launch.works.append(works)
+        return made
+
+    def model_broadcast(
+        self, tensors: list[Tensor], pair: int, group: str, ranks: str, root: int
+    ) -> list[Tensor]:
+        made = [tensor.new_empty(tensor.shape) for tensor in tensors]
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        with self._launch(ops.model_broadcast, pair, group, stream=group) as launch:
+            for copy, tensor in zip(made, tensors, strict=True):
+                copy.copy_(tensor)
+                launch.works.append(process_groups.called(ranks).broadcast([copy], options))
+        return made
+
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         assert self.hook is not None
         results = grads
@@ -342,15 +407,17 @@ class C10dWorld:
             tensor.untyped_storage().resize_(0)
 
     @contextlib.contextmanager
-    def _launch(self, operator: Any, pair: int, group: str | None = None) -> Iterator[_Launch]:
+    def _launch(
+        self, operator: Any, pair: int, group: str | None = None, stream: str = ""
+    ) -> Iterator[_Launch]:
         """Issue work of `operator` from its stream; in a group, it is a collective."""
         launch = _Launch()
         self._launched[pair] = launch
         self._issued += group is not None
         with contextlib.ExitStack() as stack:
             if self.cuda is not None:
-                stream = self._stream(ops.OPERATORS[operator].stream)
-                stack.enter_context(self.cuda.stream(stream))
+                issuing = self._stream(stream or ops.OPERATORS[operator].stream)
+                stack.enter_context(self.cuda.stream(issuing))
             if group is not None:
                 stack.enter_context(self._explained(group))
             yield launch
@@ -383,7 +450,7 @@ class C10dWorld:
             if all(peers.alone for peers in self._peers):
                 raise
             try:
-                cause = self._cause() or self.peers[group].cause_of_failure()
+                cause = self._cause() or self._peers_of(group).cause_of_failure()
                 if cause is not None:
                     self._note_cause(cause)
                     cause = self._cause()  # that of the first rank that noted one
@@ -395,7 +462,11 @@ class C10dWorld:
                 )
             if cause is None:
                 raise
-            raise self.peers[group].failure(cause, error) from error
+            raise self._peers_of(group).failure(cause, error) from error
+
+    def _peers_of(self, group: str) -> Peers:
+        """Of a group that the model makes itself nothing is known: those of all ranks."""
+        return self.peers.get(group) or self._everyone[0]
 
     def _cause(self) -> Cause | None:
         """Why no collective works any more, if any rank has noted it."""

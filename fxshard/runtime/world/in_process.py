@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxshard.errors import ConfigError
 from fxshard.ir import layout, ops, tags
 
+_KNOWN = ("size", "group", "ranks", "rank", "stride")  # arguments that say who takes part
 Ranks = list[list[Tensor]]  # per rank of a group, the operands or the results of an operator
 
 
@@ -108,7 +110,7 @@ class InProcessWorld:
 
     def _run_row(self, row: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
         if row.target in ops.OPERATORS:
-            options = {n: v for n, v in ops.given(row).items() if n not in ("size", "group")}
+            options = {n: v for n, v in ops.given(row).items() if n not in _KNOWN}
             for members in self._groups(row):
                 given = [[envs[rank][n] for n in tags.operands(row)] for rank in members]
                 made = getattr(self, ops.of(row).name)(given, **options)
@@ -126,6 +128,17 @@ class InProcessWorld:
     def _groups(self, row: fx.Node) -> list[range]:
         """The groups of ranks that run an operator together."""
         group = ops.group(row)
+        if ops.of(row).of_model:
+            size, stride = int(row.args[1]), ops.argument(row, "stride")  # type: ignore[arg-type]
+            if self.ranks % (size * stride):
+                raise ConfigError(
+                    f"the model calls a collective of {size} ranks, {stride} apart, which are not "
+                    f"among the {self.ranks} that run in this process. Give world_size a multiple "
+                    f"of {size * stride}, or run a process for each rank."
+                )
+            firsts = range(0, self.ranks, size * stride)
+            every = (first + i for first in firsts for i in range(stride))
+            return [range(first, first + size * stride, stride) for first in every]
         grid = self.grids[(group or "").partition("@")[2]]
         if layout.kind_of_group(group) == "replicate":
             return [range(shard, self.ranks, grid.shards) for shard in range(grid.shards)]
@@ -167,6 +180,31 @@ class InProcessWorld:
         return [
             [layout.part_of(b, i, size).clone() for b in buffers] for i, buffers in enumerate(ranks)
         ]
+
+    model_all_gather, model_reduce_scatter = all_gather, reduce_scatter
+    model_all_reduce = reduce_now
+
+    def model_all_to_all(self, ranks: Ranks, into: Sequence[int], sent: Sequence[int]) -> Ranks:
+        """What each rank has for each.
+
+        Raises:
+            ConfigError: parts are not even, so that each rank would have splits of its own.
+        """
+        if len({*into, *sent}) > 1:
+            raise ConfigError(
+                f"the model calls an all-to-all that sends {list(sent)} rows and receives "
+                f"{list(into)}: other ranks have other splits, and in one process all run the "
+                f"program of one of them. Run a process for each rank."
+            )
+        parts = [[tensor.split(list(sent)) for tensor in tensors] for tensors in ranks]
+        return [
+            [torch.cat([own[i][rank] for own in parts]) for i in range(len(tensors))]
+            for rank, tensors in enumerate(ranks)
+        ]
+
+    def model_broadcast(self, ranks: Ranks, root: int) -> Ranks:
+        """What rank `root` of the group has."""
+        return [[tensor.clone() for tensor in ranks[root]] for _ in ranks]
 
     def cast(self, ranks: Ranks, dtype: torch.dtype) -> Ranks:
         """Copies in `dtype`."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard._torch import process_groups
-from fxshard._torch.dtensors import root_of
+from fxshard._torch.dtensors import flattened, root_of
 from fxshard.config.checked import Config
 from fxshard.config.world_size import grid
 from fxshard.errors import ConfigError, UnitError
@@ -24,6 +24,8 @@ from fxshard.ir.tensor_parallel import group_name, the_mesh
 from fxshard.ir.units import Unit, check_reshard
 from fxshard.runtime.world.c10d import C10dWorld, Members
 from fxshard.runtime.world.in_process import InProcessWorld
+
+CONTEXTS = "cp"  # what torch's own stacks call the dimension of a mesh that sequences are cut over
 
 log: logging.Logger = logging.getLogger("fxshard")
 
@@ -135,7 +137,7 @@ def world_for(
 def _without_tensor_parallel(
     mesh: DeviceMesh | None, units: Sequence[Unit], config: Config
 ) -> DeviceMesh | None:
-    """The dimensions of `mesh` that parameters are not placed on already.
+    """The dimensions of `mesh` that parameters are not placed on, as `_with_contexts` has them.
 
     Raises:
         UnitError: parameters are, and there is no mesh.
@@ -143,7 +145,7 @@ def _without_tensor_parallel(
     """
     beside = the_mesh([param for unit in units for param in unit.params])
     if beside is None:
-        return mesh
+        return mesh and _with_contexts(mesh)
     if mesh is None:
         first = next(p for unit in units for p in unit.params if p.placed is not None)
         raise UnitError(
@@ -155,14 +157,30 @@ def _without_tensor_parallel(
     names = mesh.mesh_dim_names or ()
     left = tuple(name for name in names if mesh[name] != beside)
     if len(left) == len(names):
-        return mesh  # the data-parallel part
-    if len(left) != 1 + config.hybrid:
+        return _with_contexts(mesh)  # the data-parallel part
+    rest = _with_contexts(mesh[left])
+    if rest.ndim != 1 + config.hybrid:
         dims = "two, replicate x shard" if config.hybrid else "one"
         raise ConfigError(
             f"the mesh has dimensions {names}, of which {group_name(beside)!r} is that of tensor "
             f"parallelism; for the others, {left}, strategy {config.strategy!r} takes {dims}."
         )
-    return mesh[left]
+    return rest
+
+
+def _with_contexts(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh`, with its dimension "cp" and the one before it as one.
+
+    Ranks that have parts of the same sequences have gradients of their own, as those of other
+    batches have: parameters are sharded over both.
+    """
+    names = mesh.mesh_dim_names or ()
+    if CONTEXTS not in names[1:]:
+        return mesh
+    at = names.index(CONTEXTS)
+    both = flattened(mesh[names[at - 1 : at + 1]])
+    rest = (*names[: at - 1], *(both.mesh_dim_names or ()), *names[at + 1 :])
+    return both if len(rest) == 1 else root_of(mesh)[rest]
 
 
 def beside_tensor_parallel(units: Sequence[Unit], config: Config) -> DeviceMesh | None:
