@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -120,8 +121,8 @@ def _call(
     target: str,
     arguments: str,
 ) -> fx.Node:
-    operator: Any = torch.ops
-    for part in target.split("."):
+    operator: Any = getitem if target == "getitem" else torch.ops
+    for part in target.split(".") if target != "getitem" else ():
         operator = getattr(operator, part)
     if target.count(".") == 1:
         operator = operator.default
