@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 from fxshard.arguments import check_called, check_flag, check_progress
 from fxshard.bytesize import is_count, parse_budget
@@ -309,6 +314,14 @@ def fully_shard(
             runtime.set_units(runtime.units_at(fqn, recurse=False), **settings)
         as_fsdp_module(compiled, runtime)
     return module
+
+
+def _state(module: nn.Module) -> Any:
+    """Torch's `fully_shard.state`: refused for a sharded module, None for any other."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 @with_options

@@ -48,7 +48,9 @@ from fxshard.passes.async_tensor_parallel import AsyncTensorParallel
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.checkpoint import Checkpoint
+from fxshard.passes.chunk_loss import ChunkLoss
 from fxshard.passes.compile_regions import CompileRegions
+from fxshard.passes.cut_rows import CutRows
 from fxshard.passes.insert_free import InsertFree
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
@@ -89,11 +91,12 @@ class Pass(Protocol):
 
 
 # The first passes: they decide what is computed and saved, whatever is sharded how.
-STEM = ("canonicalize", "assign-units", "assign-checkpoints", "checkpoint")
+_CHUNKS = ("cut-rows", "chunk-loss")  # of the option `chunk_loss`
+STEM = ("canonicalize", *_CHUNKS, "assign-units", "assign-checkpoints", "checkpoint")
 
 # The default pipeline in order; those in brackets depend on options, or may be left out.
 ORDER = (
-    *STEM,
+    *(f"({name})" if name in _CHUNKS else name for name in STEM),
     *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
     *("(insert-step)", "(async-tensor-parallel)", "(launch-collectives)", "(reinplace)"),
     *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
@@ -118,8 +121,10 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         ConfigError: an option or value that is not legal.
     """
     config = Config.from_options(options) if config is None else config.changed(options)
+    chunks: list[Pass] = [CutRows(), ChunkLoss(config.chunk_loss)] if config.chunk_loss else []
     return [
         Canonicalize(),
+        *chunks,
         AssignUnits(),
         AssignCheckpoints(),
         Checkpoint(),
@@ -352,12 +357,13 @@ def make_program(
         program.checkpoints, program.meshes = checkpoints, meshes
         return program
 
-    if stems is not None and tuple(step.name for step in passes[: len(STEM)]) == STEM:
+    first = stem_of(passes)
+    if stems is not None and first:
         named = tuple((fqn, repr(policy)) for fqn, policy in checkpoints.items())
-        stem = key, sizes, tuple(unit.fqns for unit in units), named
+        stem = key, sizes, tuple(unit.fqns for unit in units), named, repr(config.chunk_loss)
         if stem not in stems:  # kept now that no pass has refused it
-            stems[stem] = rewritten(start, passes[: len(STEM)], observe)
-        captured, passes = stems[stem], passes[len(STEM) :]
+            stems[stem] = rewritten(start, first, observe)
+        captured, passes = stems[stem], passes[len(first) :]
 
     def sharded() -> Program:
         program = start()
@@ -376,6 +382,13 @@ def make_program(
         return program
 
     return rewritten(sharded, passes, observe)
+
+
+def stem_of(passes: Pipeline) -> Pipeline:
+    """The first of `passes`, if they are `STEM`, with those of `chunk_loss` or without."""
+    names = [step.name for step in passes]
+    wanted = [name for name in STEM if name in names or name not in _CHUNKS]
+    return passes[: len(wanted)] if names[: len(wanted)] == wanted else []
 
 
 def for_schedule(unit: Unit, world: int) -> Unit:

@@ -16,7 +16,8 @@ from fxshard.ir.program import Fact, Program
 aten: Any = torch.ops.aten
 
 # Functional operator -> the one that overwrites its first argument. Elementwise, so each element
-# is read before it is written (ATen/native/TensorIterator: an output may be an input, as it is).
+# is read before it is written (ATen/native/TensorIterator: an output may be an input, as it is);
+# or a matrix product that is added to it (BLAS: beta of gemm, ATen/native/LinearAlgebra.cpp).
 OVER_FIRST: dict[Any, Any] = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.sub.Tensor: aten.sub_.Tensor,
@@ -37,6 +38,7 @@ OVER_FIRST: dict[Any, Any] = {
     aten.relu.default: aten.relu_.default,
     aten.silu.default: aten.silu_.default,
     aten.gelu.default: aten.gelu_.default,
+    aten.addmm.default: aten.addmm_.default,
 }
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 

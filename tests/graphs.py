@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Sequence
-from operator import getitem as itemgetting
+from operator import getitem
 from typing import Any
 
 import torch
@@ -121,11 +121,9 @@ def _call(
     target: str,
     arguments: str,
 ) -> fx.Node:
-    operator: Any = torch.ops
+    operator: Any = getitem if target == "getitem" else torch.ops
     for part in target.split(".") if target != "getitem" else ():
         operator = getattr(operator, part)
-    if target == "getitem":
-        operator = itemgetting
     if target.count(".") == 1:
         operator = operator.default
     names: dict[str, Any] = {"torch": torch, "call": lambda *args, **kwargs: (args, kwargs)}

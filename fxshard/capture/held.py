@@ -110,6 +110,18 @@ class Snapshot:
         }
         yield from found.values()
 
+    def kept_by_code(self) -> Iterator[str]:
+        """Where the code holds a tensor of a trace that it did not hold."""
+        for holder, before in self.code:
+            now = _contents(holder)
+            of = holder.__name__ if isinstance(holder, type) else f"a {type(holder).__name__}"
+            if isinstance(before, dict):
+                for key, value in now.items():
+                    if value is not before.get(key, ABSENT) and _is_traced(value):
+                        yield f"{key!r} of {of}" if key != "" else "a variable"
+            elif any(_is_traced(value) for value in now if all(value is not old for old in before)):
+                yield of
+
     def restore(self) -> None:
         """Put all back in place: collections keep their identity, others may share them."""
         for _, _, holder, before in self._held:

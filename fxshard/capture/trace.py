@@ -530,7 +530,7 @@ def _real(device: torch.device) -> torch.device:
 
 
 def _warn_of_changes(before: Snapshot) -> None:
-    """Warn of what forward has changed in its modules."""
+    """Warn of what forward has changed in its modules, and of tensors that their code keeps."""
     for module, name in before.assigned():
         log.warning(
             "fxshard: forward of %s assigns self.%s; the traced program repeats what it computes, "
@@ -544,4 +544,11 @@ def _warn_of_changes(before: Snapshot) -> None:
             "computes, not the change.",
             type(module).__name__,
             name,
+        )
+    for where in dict.fromkeys(before.kept_by_code()):
+        log.warning(
+            "fxshard: forward keeps a tensor in %s that its code holds: a global, or one of a "
+            "class or of a closure. The traced program repeats what it computes, not that: return "
+            "it.",
+            where,
         )

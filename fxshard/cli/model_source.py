@@ -120,6 +120,14 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 
         metavar="512|layers.*.moe=512",
         help="at most, what a module finds in its data (rows of a mask); may be repeated",
     )
+    parser.add_argument(
+        "--chunk-loss",
+        nargs="?",
+        type=whole_number,
+        const=True,
+        metavar="ROWS",
+        help="the head and the loss of so many tokens at a time; of --hf-config without the logits",
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="eager", help="of compute regions")
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="of the transformers model"
@@ -150,6 +158,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "offload": CPUOffloadPolicy() if args.offload else None,
         "checkpoint": args.checkpoint,
         "data_sizes": once(args.data_sizes, "--data-sizes") or None,
+        "chunk_loss": args.chunk_loss,
         "backend": args.backend,
         "memory_budget": args.memory_budget,
     }
@@ -167,6 +176,10 @@ def load(args: argparse.Namespace, device: str) -> Call:
                 getattr(model.train(), name, model.gradient_checkpointing_enable)()
             except ValueError as error:  # an architecture that has none
                 raise ConfigError(f"--gradient-checkpointing: {error}.") from error
+        if args.chunk_loss:
+            from fxshard.integrations.transformers import without_logits
+
+            model = without_logits(model)
         return _with_tokens(model, args)
     refuse_beside(
         args,

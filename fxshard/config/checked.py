@@ -79,6 +79,7 @@ class Config:
     optimizer_in_backward: bool = False
     dynamic: Mapping[Any, Any] | Literal[False] | None = None
     data_sizes: int | Mapping[str, int | Sequence[int]] | None = None
+    chunk_loss: bool | int = False
     ranks_may_differ: bool = False
     async_tensor_parallel: bool = False
     pipeline_stage: bool = False
@@ -114,6 +115,7 @@ class Config:
         self._check_buckets()
         self._check_dynamic()
         self._check_data_sizes()
+        self._check_chunk_loss()
         for name in ("gradient_divide_factor", "gradient_predivide_factor"):
             value = getattr(self, name)
             if value is not None and not _is_factor(value):
@@ -278,6 +280,24 @@ class Config:
                 f"data_sizes={told!r}: expected sizes >= 0: one for all that the model finds in "
                 f'its data, or by the module that finds them: {{"layers.*.moe": 512}}.'
             )
+
+    def _check_chunk_loss(self) -> None:
+        rows = self.chunk_loss
+        if not (isinstance(rows, bool) or _is_count(rows, least=1)):
+            raise ConfigError(
+                f"chunk_loss={rows!r}: expected False, True, or the rows (tokens) of a chunk, an "
+                f"integer >= 1."
+            )
+        if rows and self.dynamic:
+            raise ConfigError(
+                "dynamic=... with chunk_loss: a program has a copy of the loss for each chunk, so "
+                "that each size gets a program. Leave one of the two out."
+            )
+
+    @property
+    def opens_sizes(self) -> bool:
+        """True if programs may leave sizes open: none is compiled or cut into chunks."""
+        return self.dynamic is not False and self.backend != "inductor" and not self.chunk_loss
 
     def _check_checkpoint(self) -> None:
         value: Any = self.checkpoint

@@ -198,6 +198,14 @@ class Options(TypedDict, total=False):
     runs takes what the data has. None: there are no bytes, and `UnknownSizeError` says so.
     """
 
+    chunk_loss: bool | int
+    """A linear head and its cross entropy, in the model, are computed on some of the rows (tokens)
+    at a time: that many, or, True, as many as a rule says. Forward computes their gradients too, so
+    that neither the logits nor their gradient exist in full (see `fxshard.passes.chunk_loss` and
+    docs/chunk-loss.md). A model whose logits are returned or read elsewhere is refused. Each size
+    of a batch gets a program of its own.
+    """
+
     ranks_may_differ: bool
     """The batches of ranks may take different ways through the model (a modality that one rank's
     batch lacks, an expert without tokens, a skipped layer). In each call ranks tell each other what

@@ -320,7 +320,7 @@ class Graph:
                 f"Pad inputs to a few lengths."
             )
         symbols: Symbols = {}
-        if config.dynamic is not False and config.backend != "inductor":
+        if config.opens_sizes:
             symbols = symbols_for(kind, others, None, owner.model, ((), {}))
         given = {str(i): v.detach() for i, v in enumerate(rest) if isinstance(v, Tensor)}
         check_constants(owner.model, owner.units, given)

@@ -72,6 +72,8 @@ class Batches:
         if batch not in self._calls:
             self._calls[batch] = resized(self.workload.call, 0, self._example, batch or 1)
         args, kwargs = self._calls[batch]
+        if changes.get("chunk_loss"):  # for which no size can be left open
+            changes = {"dynamic": None, **changes}
         workload = self.workload.changed({**changes, "args": args, "kwargs": kwargs})
         return make_plan(workload, captures=self._captures, steps=self._steps, stems=self._stems)
 
@@ -95,7 +97,8 @@ class Batches:
 
     def _open(self, workload: Workload) -> Workload:
         """With the batch left open, as the user has named it or else wherever tensors have it."""
-        if self._example is None or workload.config.dynamic:
+        config = workload.config
+        if self._example is None or config.dynamic or config.chunk_loss:
             return workload
         leaves, _ = trees.tree_flatten_with_path(workload.call)
         batched = [

@@ -393,8 +393,8 @@ class Bounds:
 def _is_bounded(each: Trial) -> bool:
     """True if the bounds are about plans with its options."""
     config = each.config
-    free = FREE.issuperset(each.candidate.changes)
-    return not each.why and config.passes is None and config.backend == "eager" and free
+    free = FREE.issuperset(each.candidate.changes) and config.backend == "eager"
+    return not each.why and config.passes is None and free and not config.chunk_loss
 
 
 def traced(policy: Any) -> str:

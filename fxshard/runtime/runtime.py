@@ -373,7 +373,7 @@ class Runtime(Phases):
                 f"that vary as tensors, or raise max_variants."
             )
         symbols: Symbols = {}
-        if self.config.dynamic is not False and self.config.backend != "inductor":
+        if self.config.dynamic is not False and self.config.opens_sizes:
             call = args, kwargs
             others = list(self.variants)
             symbols = symbols_for(kind, others, self.config.dynamic, self.model, call)

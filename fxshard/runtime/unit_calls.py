@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from fxshard.errors import ConfigError
 from fxshard.ir.placements import OnMesh, said
 from fxshard.runtime.initialise import leave_empty
 
+log: logging.Logger = logging.getLogger("fxshard")
+
 
 @dataclasses.dataclass(frozen=True)
 class UnitCall:
@@ -25,7 +28,8 @@ class UnitCall:
 
     Attributes:
         mesh: as given.
-        reshard_after_forward: None: False for the root, True for any other module.
+        reshard_after_forward: None: False for the root, True for any other module. A group of 1
+            rank is False.
         ignored_params: those that are parameters of its modules.
         placements: see `with_placements`.
         together: the same object for all modules of the call.
@@ -62,6 +66,14 @@ class UnitCall:
                 "the mesh. Give the data-parallel part of the mesh alone, such as "
                 "mesh=mesh['dp_shard'], after parallelize_module on the rest."
             )
+        reshard = others.get("reshard_after_forward")
+        if reshard == 1 and not isinstance(reshard, bool):
+            log.warning(
+                "fxshard: fully_shard(reshard_after_forward=1) keeps parameters unsharded after "
+                "forward, as reshard_after_forward=False does: a group of one rank holds all of "
+                "them. Give True to shard them."
+            )
+            others["reshard_after_forward"] = False
         chosen = {id(param) for param in ignored_params or ()}
         own = {id(param): param for module in modules for param in module.parameters()}
         ignored = tuple(param for key, param in own.items() if key in chosen)

@@ -137,6 +137,8 @@ def test_what_forward_leaves_in_collections_and_objects_is_undone_and_told(
     assert remembered(compiled) == before
     for name in ("nested", "window", "ids", "slots", "journal", "aside"):
         assert f"forward of Net changes what self.{name} holds" in caplog.text
+    for where in ("'last' of Journal", "a list"):
+        assert f"forward keeps a tensor in {where} that its code holds" in caplog.text
 
 
 def test_a_failed_capture_leaves_collections_and_objects_as_they_were() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    chunk_loss,
     figures,
     first_step,
     overhead,
@@ -205,7 +206,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overhead, "DEPTH", 4)
         patch.setitem(EVERY, "smoke", llama("smoke", dim=64, depth=1, vocab=128, batch=1, seq=16))
-        for script in (step_time, peak_bytes, first_step, overhead, passes, scale, plan_405b):
+        scripts = (step_time, peak_bytes, first_step, overhead, passes, scale, plan_405b)
+        for script in (*scripts, chunk_loss):
             name = script.__name__.rpartition(".")[2]
             assert script.main(["--smoke", "--out", str(folder / f"{name}.json")]) == 0
     return folder
@@ -281,6 +283,15 @@ def test_passes_smoke(results: Path) -> None:
     assert default["collectives"] == without["collectives"] == 3 * 4
     assert without["peak_bytes"] < default["peak_bytes"]
     assert without["exposed_ms"] > default["exposed_ms"]
+
+
+@pytest.mark.slow
+def test_chunk_loss_smoke(results: Path) -> None:
+    found = read(results, "chunk_loss")
+    full, chosen, *_ = found["peaks"]
+    assert (full["chunk_loss"], chosen["chunk_loss"]) == (False, True)
+    assert chosen["peak_bytes"] < full["peak_bytes"] and chosen["nodes"] > full["nodes"]
+    assert [row["chunk_loss"] for row in found["times"]] == [False, True, 256]
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ OTHER: dict[str, Any] = {
     "max_variants": 3,
     "dynamic": False,
     "data_sizes": {"layers.*": 4},
+    "chunk_loss": 64,
     "device": "cuda",
     "memory_budget": "80GiB",
     "passes": default_passes(Config())[:3],

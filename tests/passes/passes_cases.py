@@ -54,6 +54,57 @@ backward:
 return %y (0), %da (layers.0.a), %db (layers.1.b)
 """
 
+# A head and its loss: 4 rows, of 2 batches; and the same of a loss over all but the last of each.
+LOSS = """
+%h : f32[4,2] = input 0
+%y : i64[4] = input 1
+%w : f32[5,2] = param head.weight
+%b : f32[5] = param head.bias
+%dloss : f32[] = tangent 0
+forward:
+%t = aten.t(%w)  | head
+%logits = aten.addmm(%b, %h, %t)  | head
+%logs = aten._log_softmax(%logits, 1, False)
+%nll = aten.nll_loss_forward(%logs, %y, None, 1, -100)
+%loss = getitem(%nll, 0)
+%total = getitem(%nll, 1)
+backward:
+%dlogs = aten.nll_loss_backward(%dloss, %logs, %y, None, 1, -100, %total)
+%dlogits = aten._log_softmax_backward_data(%dlogs, %logs, 1, torch.float32)
+%dt = aten.t(%dlogits)  | head
+%dw = aten.mm(%dt, %h)  | head
+%db = aten.sum.dim_IntList(%dlogits, [0])  | head
+%dh = aten.mm(%dlogits, %w)  | head
+return %loss (0), %dw (head.weight), %db (head.bias), %dh (input[0])
+"""
+SHIFTED_LOSS = """
+%h : f32[6,2] = input 0
+%y : i64[4] = input 1
+%w : f32[5,2] = param head.weight
+%dloss : f32[] = tangent 0
+forward:
+%t = aten.t(%w)  | head
+%mm = aten.mm(%h, %t)  | head
+%logits = aten.view(%mm, [2, 3, 5])  | head
+%cut = aten.slice.Tensor(%logits, 1, 0, -1)
+%clone = aten.clone(%cut, memory_format=torch.contiguous_format)
+%flat = aten.view(%clone, [4, 5])
+%logs = aten._log_softmax(%flat, 1, False)
+%nll = aten.nll_loss_forward(%logs, %y, None, 1, -100)
+%loss = getitem(%nll, 0)
+%total = getitem(%nll, 1)
+backward:
+%dlogs = aten.nll_loss_backward(%dloss, %logs, %y, None, 1, -100, %total)
+%dflat = aten._log_softmax_backward_data(%dlogs, %logs, 1, torch.float32)
+%dcut = aten.view(%dflat, [2, 2, 5])
+%dlogits = aten.slice_backward(%dcut, [2, 3, 5], 1, 0, -1, 1)
+%dmm = aten.view(%dlogits, [6, 5])  | head
+%dt = aten.t(%dmm)  | head
+%dw = aten.mm(%dt, %h)  | head
+%dh = aten.mm(%dmm, %w)  | head
+return %loss (0), %dw (head.weight), %dh (input[0])
+"""
+
 EACH = frozenset({"layers.0.weight", "head"})
 
 FP16 = Precision(torch.float16)

@@ -28,6 +28,10 @@ def arguments(target: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[A
     first = torch.randn(shape).to(dtype)
     if target in (aten.rsqrt.default, aten.sqrt.default, aten.log.default):
         first = first.abs() + 0.1
+    if target is aten.addmm.default:
+        rows, columns = first.flatten(0, -2).shape
+        factors = [torch.randn(rows, 7).to(dtype), torch.randn(7, columns).to(dtype)]
+        return [first.flatten(0, -2), *factors]
     if target is aten.masked_fill.Scalar:
         return [first, torch.rand(shape) > 0.5, -1.0]
     if target in TENSORS:

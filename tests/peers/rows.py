@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.peers import upstream
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "peer-tests.md"
@@ -37,6 +39,26 @@ oracles and tolerances, and run on gloo ranks.
 - **missing**: fxshard does not do it yet.
 
 Where only some of torch's releases have a method, its row says which."""
+
+AS_THEY_ARE = """### As they are
+
+torch's own files, run with the one name `fully_shard` replaced, and with it
+`register_fsdp_forward_method`, on 2026-11-25 with torch 2.13.0 on the CPU: gloo, 4 ranks at most (8
+for a 2 x 2 x 2 mesh). Each method ran with torch's own `fully_shard` too. The files are not part of
+this repository:
+
+    pip install expecttest
+    python -m tests.peers.upstream path/to/pytorch --out tests/peers/fsdp2/upstream.csv
+    python -m tests.peers
+
+The runner says "cpu" where a file says "cuda", runs ranks that are threads in torch's tests as
+processes, and takes fxshard's operators where a file counts collectives by theirs:
+`reduce_scatter_tensor_coalesced_` and `allreduce_coalesced_`.
+
+No checkout of the release was at hand: each file is put together from the text of the commit that
+is named with it, with the import paths of torch 2.13, without docstrings, and without methods that
+need CUDA or import FSDP2's inside. Of these only their rows below speak.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,12 @@ def read() -> list[Row]:
     return rows
 
 
+def read_as_they_are() -> list[upstream.Row]:
+    """What came of torch's own files: `python -m tests.peers.upstream` writes it."""
+    with (FOLDER / "fsdp2" / "upstream.csv").open(newline="") as lines:
+        return [upstream.Row(**row) for row in csv.DictReader(lines)]
+
+
 def page(rows: Iterable[Row]) -> str:
     """The text of docs/peer-tests.md."""
     parts = [HEAD]
@@ -86,21 +114,52 @@ def page(rows: Iterable[Row]) -> str:
             if row.suite == suite:
                 files.setdefault(row.file, []).append(row)
         if files:
-            parts += [f"\n## {heading}\n", _counts(files)]
-            parts += [_methods(file, chosen) for file, chosen in files.items()]
+            run = read_as_they_are() if suite == "fsdp2" else []
+            parts += [f"\n## {heading}\n", _counts(files), *_as_they_are(run)]
+            parts += [_methods(file, chosen, run) for file, chosen in files.items()]
     return "\n".join(parts)
 
 
 def _counts(files: dict[str, list[Row]]) -> str:
     counts = {f"`{f}`": Counter(row.verdict for row in rows) for f, rows in files.items()}
+    return _table(["file", *VERDICTS], _numbers(counts, VERDICTS))
+
+
+def _numbers(counts: dict[str, Counter[str]], kinds: Iterable[str]) -> list[list[str]]:
     counts["all"] = sum(counts.values(), Counter())
-    table = [[file, *(str(count[v]) for v in VERDICTS)] for file, count in counts.items()]
-    return _table(["file", *VERDICTS], table)
+    return [[what, *(str(count[kind]) for kind in kinds)] for what, count in counts.items()]
 
 
-def _methods(file: str, rows: list[Row]) -> str:
-    table = [[f"`{row.method}`{_since(row)}", row.verdict, _by(row)] for row in rows]
-    return f"### {file}\n\n{_table(['method', 'here', 'by'], table)}"
+def _as_they_are(run: list[upstream.Row]) -> list[str]:
+    """The section of torch's own files, and what does not pass of them."""
+    if not run:
+        return []
+    kinds = [kind for kind in upstream.OUTCOMES if any(row.outcome == kind for row in run)]
+    counts: dict[str, Counter[str]] = {}
+    for row in run:
+        counts.setdefault(f"`{row.file}` ({row.commit})", Counter())[row.outcome] += 1
+    said = "".join(f"- **{kind}**: {upstream.OUTCOMES[kind]}.\n" for kind in kinds)
+    rest = [[f"`{r.method}`", r.outcome, _cell(r.why)] for r in run if r.outcome != "passes"]
+    return [
+        f"{AS_THEY_ARE}\n{said}",
+        _table(["file", *kinds], _numbers(counts, kinds)),
+        _table(["method", "as it is", "why"], rest),
+    ]
+
+
+def _methods(file: str, rows: list[Row], run: list[upstream.Row]) -> str:
+    came = {row.method: row.outcome for row in run if row.file == file}
+    headers = ["method", "here", "by", *(["as it is"] if run else [])]
+    table = [
+        [
+            f"`{row.method}`{_since(row)}",
+            row.verdict,
+            _by(row),
+            *([came.get(row.method.partition(" (")[0], "")] if run else []),
+        ]
+        for row in rows
+    ]
+    return f"### {file}\n\n{_table(headers, table)}"
 
 
 def _since(row: Row) -> str:
@@ -116,5 +175,9 @@ def _table(headers: list[str], rows: list[list[str]]) -> str:
 def _by(row: Row) -> str:
     tests = ", ".join(f"`{test.removeprefix('tests/peers/')}`" for test in row.tests)
     said = row.refusal if row.tests else row.test_or_reason
-    said = said.replace("|", "\\|")
+    said = _cell(said)
     return said if not tests else f'{tests}: "{said}"' if said else tests
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

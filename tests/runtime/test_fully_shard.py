@@ -263,7 +263,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "no module": told(lambda: one("blocks")),
         "dp_mesh_dims": told(lambda: one(model, dp_mesh_dims="dp")),
         "placement": told(lambda: one(model, shard_placement_fn=lambda p: Shard(p.dim()))),
-        "one rank": told(lambda: one(model, reshard_after_forward=1)),
+        "no rank": told(lambda: one(model, reshard_after_forward=0)),
     }
     assert type(model) is Net and not any(isinstance(p, DTensor) for p in model.parameters())
     # after an error all is as it was: blocks are roots of their own, and the right call works
@@ -290,7 +290,7 @@ REFUSALS = {
     "no module": "takes an nn.Module or a list of them, not 'blocks'",
     "dp_mesh_dims": "Give the data-parallel part of the mesh alone",
     "placement": "Return a dimension that it has, or None",
-    "one rank": "expected True, False, or the number of ranks",
+    "no rank": "expected True, False, or the number of ranks",
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -51,6 +52,32 @@ def counts(rank: int, world_size: int, reshard: Any) -> None:
         assert backward.count("all_gather") == gathers[reshard]
         assert backward.count("reduce_scatter") == blocks + 1
         assert backward.count() == gathers[reshard] + blocks + 1
+
+
+def one_rank(rank: int, world_size: int) -> None:
+    """A group of one rank is one that holds all: nothing is gathered again in backward."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fxshard").addHandler(handler)
+    model = made(lambda: MLP(4))
+    ref = copy.deepcopy(model)
+    shard(model, reshard_after_forward=1)
+    assert len(said) == 3
+    assert all("Give True to shard them" in each for each in said)
+    x = torch.randn(2, 4)
+    loss, theirs = model(x).sum(), ref(x).sum()
+    assert_close(loss, theirs)
+    with count_collectives() as backward:
+        loss.backward()
+    assert backward.count("all_gather") == 0
+    theirs.backward()
+    average_grads(ref)
+    assert_parity(ref, model)
+
+
+def test_a_group_of_one_rank_stays_unsharded(ranks: Any) -> None:
+    ranks(2).run(one_rank)
 
 
 @pytest.mark.parametrize("reshard", RESHARD)

@@ -34,6 +34,19 @@ def test_the_class_of_the_module_alone_is_swapped(ranks: Any) -> None:
     ranks(1).run(classes)
 
 
+def state(rank: int, world_size: int) -> None:
+    model: Any = nn.Sequential(MLP(8), MLP(8))
+    state_of = fxshard.fully_shard.state  # type: ignore[attr-defined]
+    fxshard.fully_shard(model[0])
+    for module in (fxshard.fully_shard(model), model[0]):
+        assert "has no state of torch's FSDP2" in told(lambda each=module: state_of(each))
+    assert state_of(model[1]) is None
+
+
+def test_a_state_of_fsdp2_is_refused(ranks: Any) -> None:
+    ranks(1).run(state)
+
+
 class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
