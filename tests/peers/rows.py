@@ -56,8 +56,10 @@ processes, and takes fxshard's operators where a file counts collectives by thei
 `reduce_scatter_tensor_coalesced_` and `allreduce_coalesced_`.
 
 No checkout of the release was at hand: each file is put together from the text of the commit that
-is named with it, with the import paths of torch 2.13, without docstrings, and without methods that
-need CUDA or import FSDP2's inside. Of these only their rows below speak.
+is named with it, with the import paths of torch 2.13 and without docstrings. Left out are methods
+that need CUDA or import FSDP2's inside, the second half of the file about communication, and the
+hybrid cases of extensions and of placements beside tensor parallelism: only their rows below speak
+of these.
 """
 
 
