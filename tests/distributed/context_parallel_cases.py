@@ -130,7 +130,7 @@ class Job:
                 buffers=buffers,
                 buffer_seq_dims=[*([0] * (model is not None)), *([1] * len(batch))],
             )
-            with parts, _torchs_own() if self.how == "fsdp2" else contextlib.nullcontext():
+            with parts, torchs_own() if self.how == "fsdp2" else contextlib.nullcontext():
                 yield
         finally:
             vars(options).update(before)
@@ -188,7 +188,7 @@ def alone(job: Job) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _torchs_own() -> Iterator[None]:
+def torchs_own() -> Iterator[None]:
     """torch's ring attention around the kernels of CPUs, which it has for those of GPUs alone."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     before = dict(handlers)

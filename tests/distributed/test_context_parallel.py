@@ -1,5 +1,6 @@
 """Context parallelism beside FSDP, on real ranks: as torch's FSDP2 with its own, and as eager."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -8,7 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor.experimental import context_parallel
 
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
@@ -16,7 +20,9 @@ from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
 from fxshard.verify.certificate import certificate
 from tests.distributed import context_parallel_cases as cases
+from tests.distributed import tensor_parallel_cases
 from tests.distributed.context_parallel_cases import Job
+from tests.distributed.tensor_parallel_cases import full
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -72,6 +78,40 @@ def test_bitwise_as_torchs_own_in_each_way(ranks: Any, name: str) -> None:
 def test_as_eager_on_whole_sequences(ranks: Any, causal: bool) -> None:
     job = Job(shape=(2, 2), causal=causal, steps=1)
     assert max(ranks(4).run(from_eager, job)) < 1e-5
+
+
+def with_tensors(rank: int, world_size: int, how: str) -> float:
+    """How far parameters are from FSDP2's, with tensor parallelism on a third dimension."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    found = []
+    for shard in ("fsdp2", how):
+        torch.manual_seed(0)
+        model: Any = tensor_parallel_cases.Llama()
+        tensor_parallel_cases.of_tensors(model, mesh["tp"])
+        if shard == "compile":
+            model = fxshard.compile(model, mesh=mesh)
+        else:
+            both = mesh["dp", "cp"]._flatten("dp_cp")
+            shards: Any = fsdp2 if shard == "fsdp2" else fxshard.fully_shard
+            for each in (*model.layers, model):
+                shards(each, mesh=both)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            tokens, wanted = Job().batch(0, step)
+            parts = context_parallel(mesh["cp"], buffers=[tokens, wanted], buffer_seq_dims=[1, 1])
+            own = cases.torchs_own() if shard == "fsdp2" else contextlib.nullcontext()
+            with parts, own:
+                cases.loss(model(tokens), wanted).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([full(param) for param in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("how", ["compile", "fully_shard"])
+@pytest.mark.sample(1)
+def test_bitwise_beside_tensor_parallelism(ranks: Any, how: str) -> None:
+    assert ranks(4).run(with_tensors, how) == [0.0] * 4
 
 
 class Mixes(nn.Module):
