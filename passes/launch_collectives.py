@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxshard._torch.traced_collectives import WAIT, Ranks, note_call, ranks_of
+from fxshard._torch.traced_collectives import WAIT, Ranks, note_call, note_same_ranks, ranks_of
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.outline import COMPUTE, belongs_to
 from fxshard.ir.program import Fact, Program
@@ -192,16 +192,19 @@ def move(run: list[fx.Node], order: list[fx.Node]) -> None:
 
 
 def group_names(program: Program, calls: list[fx.Node]) -> dict[Any, str]:
-    """What the groups of ranks are called, by torch's names: alike on all ranks."""
+    """What the groups of ranks are called, by torch's names: alike on all ranks.
+
+    Two of one name are told apart in the order in which they were made, which is that of all their
+    ranks, and not in that of their first calls, which another rank may have otherwise.
+    """
     taken = {spec.stream for spec in ops.OPERATORS.values()} | {"shard", "replicate"}
     found: dict[Any, str] = {}
-    for call in calls:
-        ranks = ranks_of(call)
-        if call.args[-1] not in found and ranks is not None:
-            name = program.group_of(call) or ranks.name or "group"
-            name = name.replace("@", " ")
-            used = taken.union(found.values())
-            found[call.args[-1]] = name if name not in used else f"{name} ({len(found) + 1})"
+    known = {call.args[-1]: (ranks, call) for call in calls if (ranks := ranks_of(call))}
+    for group, (ranks, call) in sorted(known.items(), key=lambda each: each[1][0].number):
+        name = (program.group_of(call) or ranks.name).replace("@", " ")
+        used = taken.union(found.values())
+        more = next(n for n in itertools.count(2) if f"{name} ({n})" not in used)
+        found[group] = f"{name} ({more})" if name in used else name
     return found
 
 
@@ -222,6 +225,7 @@ def launch(program: Program, call: fx.Node, name: str, pair: int) -> None:
         node.meta = {**waited.meta, "val": value}
         tags.put(node, tag)
     note_call(made)
+    note_same_ranks(made, call)
     tags.update(item, fqn=tags.get(waited).fqn)
     with graph.inserting_before(waited):
         wait = transfers.node(graph, ops.wait, ([item, sent],), f"wait_{pair}")

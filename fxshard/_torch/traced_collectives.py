@@ -257,10 +257,12 @@ class Ranks:
 
     Attributes:
         process_group: torch's name for them, on this rank.
-        name: of the dimension of a mesh, or "world"; "" if they have none.
+        name: of the dimension of a mesh, "world", or what says how many ranks they are.
         size: how many they are.
         rank: which of them this is.
         stride: how far two neighbours in the group are apart, in ranks.
+        number: how many groups of this name this process has made before. Ranks of a group have
+            made their groups in one order, so that they tell two groups of one name apart by it.
     """
 
     process_group: str
@@ -268,18 +270,28 @@ class Ranks:
     size: int
     rank: int = 0
     stride: int = 1
+    number: int = 0
 
     @classmethod
     def of(cls, process_group: str) -> Ranks:
         """Those that torch calls `process_group`, which is there."""
-        group = typing.cast("Any", dist.distributed_c10d)._resolve_process_group(process_group)
-        called = {"default_pg": "world", "undefined": ""}.get(group.group_desc, group.group_desc)
-        ranks = dist.get_process_group_ranks(group)
-        steps = {after - before for before, after in itertools.pairwise(ranks)}
-        stride = steps.pop() if len(steps) == 1 else 1
-        return cls(
-            process_group, called.removeprefix("mesh_"), len(ranks), group.rank(), abs(stride)
-        )
+        torchs = typing.cast("Any", dist.distributed_c10d)
+        group = torchs._resolve_process_group(process_group)
+        called, size, stride = _called(group)
+        alike = [each for each in torchs._world.pg_map if _called(each)[0] == called]
+        number = next((i for i, each in enumerate(alike) if each is group), 0)
+        return cls(process_group, called, size, group.rank(), stride, number)
+
+
+def _called(group: Any) -> tuple[str, int, int]:
+    """Name, size and stride of a group."""
+    ranks = dist.get_process_group_ranks(group)
+    steps = {abs(after - before) for before, after in itertools.pairwise(ranks)}
+    stride = steps.pop() if len(steps) == 1 else 1
+    by_ranks = f"group of {len(ranks)}" + (f" stride {stride}" if stride > 1 else "")
+    names = {"default_pg": "world", "undefined": by_ranks}
+    name = names.get(group.group_desc, group.group_desc).removeprefix("mesh_")
+    return name, len(ranks), stride
 
 
 _RANKS = "fxshard_ranks"  # in the metadata of a functional collective, see `note_ranks`

@@ -88,7 +88,9 @@ def _who_does_what(program: Program, call: fx.Node) -> str:
     group, ranks = program.group_of(call), ranks_of(call)
     if ops.of(call).of_model:
         own = program.parallel is not None and group == program.parallel.group
-        found = [dump.operation(call), f"group={group}", *([f"size={call.args[1]}"] if own else [])]
+        which = f" made={ranks.number}" if ranks and ranks.number and not own else ""
+        size = f" size={call.args[1]}" if own else ""
+        found = [f"{dump.operation(call)} group={group}{size}{which}"]
         given = ops.given(call)
         values = {n: v for n, v in given.items() if n in _SAID}
         if "into" in given:
@@ -99,7 +101,10 @@ def _who_does_what(program: Program, call: fx.Node) -> str:
         for value in call.args[:-1]
         if not isinstance(value, fx.Node)
     ]
-    where = [] if group is None or ranks is None else [f"group={group} size={ranks.size}"]
+    where = []
+    if ranks is not None:
+        which = f" made={ranks.number}" if ranks.number and group is None else ""
+        where = [f"group={group or ranks.name} size={ranks.size}{which}"]
     return " ".join([str(call.target), *map(str, plain), *where])
 
 

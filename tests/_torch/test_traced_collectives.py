@@ -45,7 +45,7 @@ def test_groups_of_a_mesh_are_named_by_their_dimension() -> None:
         found = [traced_collectives.Ranks.of(name) for name in names]
         other = traced_collectives.Ranks.of(dist.new_group([0, 5]).group_name)
     assert [(each.name, each.size, each.stride) for each in found] == [("dp", 3, 2), ("tp", 2, 1)]
-    assert (other.name, other.size, other.stride) == ("", 2, 5)
+    assert (other.name, other.size, other.stride) == ("group of 2 stride 5", 2, 5)
 
 
 def test_what_was_waited_for_is_the_tensor_itself() -> None:

@@ -215,6 +215,29 @@ def test_ranks_agree_on_the_collectives_of_the_model(ranks: Any) -> None:
         assert "RankMismatchError" in failure and "fxshard.model_all_reduce" in failure
 
 
+def in_another_order(rank: int, world_size: int, calls: int) -> None:
+    """Two groups of the same ranks, none of which has a name of the user's."""
+    two = [dist.new_group(), dist.new_group()]
+    order = (two[::-1] if rank else two)[:calls]
+
+    def call(y: Tensor) -> Tensor:
+        for group in order:
+            total = y.detach().sum(0)
+            dist.all_reduce(total, group=group)
+            y = y - total / 8
+        return y
+
+    made(call, "compile")(batch(rank))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_ranks_that_take_two_groups_in_two_orders_are_refused(ranks: Any, calls: int) -> None:
+    """Each would wait for the other."""
+    for failure in ranks(2).run_expecting_errors(in_another_order, calls):
+        assert "RankMismatchError" in failure and "First difference" in failure, failure
+        assert "group=group of 2" in failure and " made=" in failure
+
+
 def test_bytes_are_known_beforehand() -> None:
     for name in ("all_reduce", "all_gather_into_tensor", "functional_with_gradients"):
         with fake_process_group(0, 2):
