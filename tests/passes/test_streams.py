@@ -204,8 +204,8 @@ class Recorder:
         self.log: list[tuple[str, Any, Any]] = []
         self.compute = self.current = self.Stream()
 
-    def Stream(self) -> "RecordedStream":
-        return RecordedStream(self)
+    def Stream(self, priority: int = 0) -> "RecordedStream":
+        return RecordedStream(self, priority)
 
     def Event(self) -> "RecordedEvent":
         return RecordedEvent(self)
@@ -224,6 +224,7 @@ class Recorder:
 @dataclasses.dataclass(eq=False)
 class RecordedStream:
     cuda: Recorder
+    priority: int
 
     def wait_event(self, event: "RecordedEvent") -> None:
         self.cuda.log.append(("wait", self, event))
@@ -276,6 +277,7 @@ def test_a_world_with_streams_does_what_the_tags_say(name: str) -> None:
     names |= {id(cuda.compute): "compute", id(None): None}
     assert [(what, names[id(a)], names[id(b)]) for what, a, b in cuda.log] == wanted(program)
     assert cuda.current is cuda.compute
+    assert {stream.priority for stream in world._streams.values()} == {-1}, "before those that wait"
 
 
 def some(nodes: list[fx.Node], saved: Iterator[torch.Tensor] | None = None) -> list[torch.Tensor]:

@@ -437,7 +437,9 @@ class C10dWorld:
         if name == "compute":
             return self.cuda.current_stream()
         if name not in self._streams:
-            self._streams[name] = self.cuda.Stream()
+            # Of high priority: a kernel of NCCL begins before those of the compute stream that wait
+            # for a multiprocessor. FSDP2 has it for gathers and reductions (``FSDPCommContext``).
+            self._streams[name] = self.cuda.Stream(priority=-1)
         return self._streams[name]
 
     @contextlib.contextmanager
