@@ -12,6 +12,8 @@ gradients, and buffers afterwards. `Found` holds these. From insert-reduce on a 
 reduced one, which `reduced` makes out of those of the ranks: cast, added to what was accumulated,
 summed in the order of the ranks, first over those that share a parameter, then over the replicas,
 each sum divided by its number of ranks. Every other pass leaves `Found` as it is, bit for bit.
+
+One file because each operator has its meaning here and nowhere else.
 """
 
 import dataclasses

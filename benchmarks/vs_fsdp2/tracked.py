@@ -157,12 +157,12 @@ class Watched(FSDPMemTracker):
                 row = Row(things, at=snap["at"])
                 for category in CATEGORIES:
                     listed = row.figures().get(category.value, 0)
-                    assert listed == snap[category.value], (
+                    assert listed == snap.get(category.value, 0), (
                         stats.mod_fqn,
                         state,
                         category,
                         listed,
-                        snap[category.value],
+                        snap.get(category.value, 0),
                     )
                 found[stats.mod_fqn.partition(".")[2], state.value] = row
         return found

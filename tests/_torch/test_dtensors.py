@@ -127,6 +127,9 @@ def test_two_dimensions_of_a_mesh_are_joined_again() -> None:
         assert dtensors.inner_of(both) == mesh["tp"] and dtensors.inner_of(mesh["dp"]) is None
         assert dtensors.root_of(mesh["tp"]) == mesh
         assert dtensors.group_id(mesh["tp"]) == mesh.get_group("tp").group_name
+        flat = dtensors.flattened(mesh)
+        assert flat.mesh_dim_names == ("dp_tp",) and flat.size() == 4
+        assert dtensors.flattened(mesh) == flat and dtensors.root_of(flat)["dp_tp"] == flat
         other = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
         with pytest.raises(RuntimeError):
             dtensors.joined(other, mesh["tp"])

@@ -1,5 +1,7 @@
 """`fxshard._torch.traced_collectives`: what it relies on in torch."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +38,30 @@ def test_ranks_of_functional_collectives_are_noted() -> None:
         traced_collectives.note_ranks(call)
     found = traced_collectives.ranks_of(call)
     assert found is not None and (found.name, found.size, found.stride) == ("world", 3, 1)
+    (read,) = call.users
+    traced_collectives.note_same_ranks(read, call)
+    assert traced_collectives.ranks_of(read) is found
+    traced_collectives.note(read, other := dataclasses.replace(found, name="tp"))
+    assert traced_collectives.ranks_of(read) is other
+
+
+def test_what_a_collective_is_called_with_is_noted() -> None:
+    graph = torch.fx.Graph()
+    call = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (None, "max", "tp"))
+    assert not traced_collectives.is_called_otherwise(call), "nothing is noted"
+    traced_collectives.note_call(call)
+    assert not traced_collectives.is_called_otherwise(call)
+    call.args = (None, "sum", "tp")
+    assert traced_collectives.is_called_otherwise(call)
+
+
+def test_groups_of_equal_ranks_are_told_apart_by_when_they_were_made() -> None:
+    with fake_process_group(0, 4):
+        made = [dist.new_group([0, 1]) for _ in range(2)] + [dist.new_group([0, 2])]
+        found = [traced_collectives.Ranks.of(group.group_name) for group in made]
+    assert [(each.name, each.number) for each in found] == [
+        *(("group of 2", 0), ("group of 2", 1), ("group of 2 stride 2", 0)),
+    ]
 
 
 def test_groups_of_a_mesh_are_named_by_their_dimension() -> None:

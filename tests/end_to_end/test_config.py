@@ -57,6 +57,7 @@ OTHER: dict[str, Any] = {
     "dynamic": False,
     "data_sizes": {"layers.*": 4},
     "chunk_loss": 64,
+    "async_tensor_parallel": True,
     "device": "cuda",
     "memory_budget": "80GiB",
     "passes": default_passes(Config())[:3],
