@@ -4,32 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import fxshard
 from fxshard.ir import ops
+from tests.experts import WIDTH, Experts
 
-ROWS, WIDTH = 16, 8
+ROWS = 16
 # step -> rank -> how many rows it sends to each rank
 SENT = ([(5, 11), (9, 7)], [(1, 15), (16, 0)], [(0, 16), (4, 12)], [(16, 0), (16, 0)])
-
-
-class Experts(nn.Module):
-    """Rows go to the rank of their expert, and back; all take the same expert's weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.expert = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, sent: Tensor, received: Tensor) -> Tensor:
-        there, here = sent.tolist(), received.tolist()
-        rows = collectives.all_to_all_single_autograd(x, here, there, dist.group.WORLD)
-        made = self.expert(rows).relu()
-        back = collectives.all_to_all_single_autograd(made, there, here, dist.group.WORLD)
-        return x + self.gate(x).sigmoid() * back
 
 
 def sharded(how: str) -> Any:

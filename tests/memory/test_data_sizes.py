@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
 import fxshard
@@ -14,8 +12,9 @@ from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
 from fxshard.verify.certificate import collectives as certified
+from tests.experts import WIDTH, Experts
 
-ROWS, WIDTH = 16, 8
+ROWS = 16
 
 
 class Chosen(nn.Module):
@@ -98,21 +97,6 @@ def test_what_cannot_be_is_refused(net: Net, told: Any, message: str) -> None:
 
 
 # -- expert parallelism ----------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """An expert per rank of the default group: rows go to the rank of their expert, and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.expert = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, sent: Tensor, received: Tensor) -> Tensor:
-        there, here = sent.tolist(), received.tolist()
-        rows = collectives.all_to_all_single_autograd(x, here, there, dist.group.WORLD)
-        made = self.expert(rows).relu()
-        back = collectives.all_to_all_single_autograd(made, there, here, dist.group.WORLD)
-        return x + self.gate(x).sigmoid() * back
 
 
 @pytest.mark.parametrize("received", [(3, 11), (0, 5)])

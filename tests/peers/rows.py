@@ -53,7 +53,8 @@ this repository:
 
 The runner says "cpu" where a file says "cuda", runs ranks that are threads in torch's tests as
 processes, and takes fxshard's operators where a file counts collectives by theirs:
-`reduce_scatter_tensor_coalesced_` and `allreduce_coalesced_`.
+`reduce_scatter_tensor_coalesced_` and `allreduce_coalesced_`. What a file asserts inside of a
+function that it puts in the place of one of FSDP2's own (`patch_reduce_scatter`) is not reached.
 
 No checkout of the release was at hand: each file is put together from the text of the commit that
 is named with it, with the import paths of torch 2.13 and without docstrings. Left out are methods
