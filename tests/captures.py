@@ -18,6 +18,7 @@ import hashlib
 import os
 import pickle
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ class Shared:
         modules = [
             (
                 name,
-                users_class(module),
+                self._of_class(users_class(module)),
                 [(key, held(p)) for key, p in module._parameters.items()],
                 [(key, held(b)) for key, b in module._buffers.items()],
                 [(key, number(m)) for key, m in module._modules.items()],
@@ -129,6 +130,14 @@ class Shared:
             torch_modules.REDUCES_AS_STORED,
         )
         return repr((modules, units, spec, list(map(given, leaves)), others, around))
+
+    def _of_class(self, kind: type) -> Any:
+        """Its name; with its id, where the name is another's: of one made in its place."""
+        home = vars(sys.modules.get(kind.__module__, object))
+        if home.get(kind.__qualname__, kind) is kind:
+            return kind
+        self._keep.append(kind)
+        return kind, hex(id(kind))
 
 
 def _is_read(name: str) -> bool:

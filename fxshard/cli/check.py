@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
 from fxshard.bytesize import SIZES, parse_budget, parse_bytes, size_text
-from fxshard.cli.model_source import OPTIMIZERS, imported, load
+from fxshard.cli.model_source import OPTIMIZERS, Source, imported, load
 from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, FxshardError, UnitError
 from fxshard.host import files
@@ -67,14 +67,14 @@ class Job:
 
     Attributes:
         name: of it, in the file and in the record.
-        source: what `fxshard.cli.model_source.load` takes.
+        source: its model and batch.
         step: arguments and options of `fxshard.plan`.
         budget: bytes of one rank, or None.
         share, spare: how much more than recorded is allowed: a share of it, and bytes.
     """
 
     name: str
-    source: argparse.Namespace
+    source: Source
     step: dict[str, Any]
     budget: int | None
     share: float
@@ -329,18 +329,18 @@ def _check_keys(told: Mapping[str, Any], legal: Any, where: str) -> None:
 def _job(told: dict[str, Any], where: str) -> Job:
     if ("model" in told) == ("hf_config" in told):
         raise ConfigError(f"{where}: give either model or hf_config.")
-    sizes = {key: told.get(key) for key in ("batch", "seq")}
     for key in ("batch", "seq", "micro_batches"):
         if told.get(key, 1) < 1:
             raise ConfigError(
                 f"{where}: {key}={told[key]!r}: expected a whole number of at least 1."
             )
-    source = argparse.Namespace(
+    source = Source(
         model=told.get("model"),
         hf_config=told.get("hf_config"),
+        batch=told.get("batch"),
+        seq=told.get("seq"),
         gradient_checkpointing=told.get("gradient_checkpointing", False),
-        sizes=(1, 128),
-        **sizes,
+        chunk_loss=bool(told["options"].get("chunk_loss")),
     )
     world = told.get("world_size", 8)
     step: dict[str, Any] = {"world_size": tuple(world) if isinstance(world, list) else world}

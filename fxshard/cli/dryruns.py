@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import fxshard
 from fxshard.bytesize import parse_budget, size_text
-from fxshard.cli.model_source import add_arguments, load, options, refuse_beside, whole_number
+from fxshard.cli.model_source import (
+    Source,
+    add_arguments,
+    load,
+    options,
+    refuse_beside,
+    whole_number,
+)
 from fxshard.cli.outputs import add_count, add_files, add_table, write_all
 from fxshard.dryrun.gpus import DEFAULT, GPUS
 from fxshard.dryrun.peaks import peaks_table
@@ -26,7 +33,7 @@ def fsdp2(args: argparse.Namespace) -> int:
         raise ConfigError("--backend with fsdp2: use --compile, torch.compile of each unit.")
     if not isinstance(args.world_size, int):
         raise ConfigError("--world-size: fsdp2 shards over all ranks; give their number.")
-    model, inputs, kwargs = load(args, "meta")
+    model, inputs, kwargs = load(Source.of(args), "meta")
     known = options(args)
     names = ("units", "mixed_precision", "reshard_after_forward", "checkpoint", "optimizer")
     with task("running dry"):

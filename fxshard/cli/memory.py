@@ -10,6 +10,7 @@ from typing import Any
 
 from fxshard.bytesize import parse_budget, size_text
 from fxshard.cli.model_source import (
+    Source,
     add_arguments,
     load,
     named_dimensions,
@@ -112,7 +113,7 @@ def solve(args: argparse.Namespace) -> int:
     """``fxshard solve``."""
     fixed, dynamic = once(args.at, "--at"), once(args.dynamic, "--dynamic")
     with task("planning"):
-        call = load(args, "meta")
+        call = load(Source.of(args), "meta")
         plan = planned_call(call, args, dynamic=dynamic or open_sizes(*call))
         found = plan.solve(args.what, args.budget, multiple_of=args.multiple_of, **fixed)
     print(found)

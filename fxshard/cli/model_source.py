@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -75,6 +76,42 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 SIZES = ("--batch", "--seq")
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a model, and the call of it to trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model and the size of its batch: what `load` reads, by whoever it is named.
+
+    Attributes:
+        model: ``pkg.mod:fn``; or None.
+        hf_config: a file or a preset of transformers; or None, with a `model`.
+        batch, seq: sequences of one rank, and tokens of each; None: `default_sizes`.
+        gradient_checkpointing: of the transformers model.
+        chunk_loss: whether a loss in chunks of rows is asked for; the transformers model then
+            returns no logits.
+        default_sizes: batch and seq where they are not given.
+    """
+
+    model: str | None
+    hf_config: str | None
+    batch: int | None
+    seq: int | None
+    gradient_checkpointing: bool
+    chunk_loss: bool
+    default_sizes: tuple[int, int] = (1, 128)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Source:
+        """The one that the arguments of `add_arguments` name."""
+        return cls(
+            args.model,
+            args.hf_config,
+            args.batch,
+            args.seq,
+            args.gradient_checkpointing,
+            bool(args.chunk_loss),
+            args.sizes,
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 128)) -> None:
@@ -165,42 +202,42 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def load(args: argparse.Namespace, device: str) -> Call:
-    """The model of --model or --hf-config; `device` is where the latter is built."""
+def load(source: Source, device: str) -> Call:
+    """The model that is named, and its batch; `device` is where one of transformers is built."""
     torch.manual_seed(0)
-    if args.hf_config is not None:
-        model = _from_config(args.hf_config, device)
-        if args.gradient_checkpointing:
+    if source.hf_config is not None:
+        model = _from_config(source.hf_config, device)
+        if source.gradient_checkpointing:
             name = "activation_checkpointing_enable"  # transformers before 5.x has the other name
             try:
                 getattr(model.train(), name, model.gradient_checkpointing_enable)()
             except ValueError as error:  # an architecture that has none
                 raise ConfigError(f"--gradient-checkpointing: {error}.") from error
-        if args.chunk_loss:
+        if source.chunk_loss:
             from fxshard.integrations.transformers import without_logits
 
             model = without_logits(model)
-        return _with_tokens(model, args)
+        return _with_tokens(model, source)
     refuse_beside(
-        args,
+        source,
         "--model",
         "only a transformers model has it: use --checkpoint",
         "--gradient-checkpointing",
     )
-    made = called(args.model, "--model")
+    made = called(source.model or "", "--model")
     if isinstance(made, nn.Module):
-        return _with_tokens(made, args)
+        return _with_tokens(made, source)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
-        own = f"--model {args.model}, which returns a batch of its own"
-        refuse_beside(args, own, "let it return the module alone, or another batch", *SIZES)
+        own = f"--model {source.model}, which returns a batch of its own"
+        refuse_beside(source, own, "let it return the module alone, or another batch", *SIZES)
         return made
     raise ConfigError(
-        f"--model {args.model} returned {type(made).__name__}: expected an nn.Module, or a tuple "
+        f"--model {source.model} returned {type(made).__name__}: expected an nn.Module, or a tuple "
         f"(module, args, kwargs)."
     )
 
 
-def refuse_beside(args: argparse.Namespace, what: str, why: str, *options: str) -> None:
+def refuse_beside(args: argparse.Namespace | Source, what: str, why: str, *options: str) -> None:
     """Refuse options that have no effect together with another one.
 
     Raises:
@@ -225,12 +262,12 @@ def called(spec: str, option: str) -> Any:
     return make()
 
 
-def _with_tokens(model: nn.Module, args: argparse.Namespace) -> Call:
+def _with_tokens(model: nn.Module, source: Source) -> Call:
     """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too.
 
     They are below the size of the smallest embedding; 0 if there is none.
     """
-    batch, seq = args.batch or args.sizes[0], args.seq or args.sizes[1]
+    batch, seq = source.batch or source.default_sizes[0], source.seq or source.default_sizes[1]
     device = next((p.device for p in model.parameters()), None)
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
     most = min((table.num_embeddings for table in tables), default=1)

@@ -7,6 +7,7 @@ import functools
 
 import fxshard
 from fxshard.cli.model_source import (
+    Source,
     add_arguments,
     load,
     refuse_beside,
@@ -50,7 +51,7 @@ def tune(args: argparse.Namespace) -> int:
     if args.batches is not None:
         refuse_beside(args, "--batches", "these are the batches that are tried", "--batch")
     found = fxshard.tune(
-        *load(args, "meta"),
+        *load(Source.of(args), "meta"),
         hardware=args.hardware,
         budget=args.budget,
         batches=args.batches,

@@ -115,6 +115,26 @@ def test_a_model_that_cannot_be_planned_fails_alone(
     assert "FAIL  other\n      it cannot be planned: " in said
 
 
+def test_a_model_of_transformers_has_the_options_of_the_command_line(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss in chunks among them, for which the model may not return its logits."""
+    job = '[[job]]\nname = "%s"\nhf_config = "tiny-llama"\nseq = 512\noptions = { %s }\n'
+    options = {"whole": "", "chunked": "chunk_loss = 64"}
+    file.write_text("".join(job % each for each in options.items()))
+    code, said, wrong = run(capsys, file, "--update")
+    assert code == 0 and "2 jobs, 0 failed" in said, wrong
+    jobs = json.loads(file.with_name("memory.lock.json").read_text())["jobs"]
+    logits = 512 * 256 * 4
+    assert jobs["whole"]["peak_bytes"] - jobs["chunked"]["peak_bytes"] > logits
+
+
+def test_what_this_project_watches_is_as_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    """As .ci/run checks it, so that a change of bytes is seen before that."""
+    code, said, _ = run(capsys, ROOT / ".ci/memory.toml", "--all")
+    assert code == 0, said
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
