@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._api import _FromTorchTensor, _ToTorchTensor
+from torch.distributed.tensor._redistribute import Redistribute
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fxshard._torch.modes import is_wrapper
@@ -181,3 +184,59 @@ def _dtensor(local: Tensor, like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """True of DTensors."""
+    return isinstance(tensor, DTensor)
+
+
+def constants_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Mesh, placements, shape and strides of a DTensor: all that it is but its local tensor.
+
+    Of another tensor there are none.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    return (id(tensor.device_mesh), repr(tensor.placements), tuple(tensor.shape), tensor.stride())
+
+
+# The autograd functions of DTensor (torch/distributed/tensor/_api.py, _redistribute.py).
+FUNCTIONS: tuple[Any, ...] = (_FromTorchTensor, _ToTorchTensor, Redistribute)
+
+
+def is_of_dtensor(node: Any) -> bool:
+    """True if an autograd node of a custom function is one of `FUNCTIONS`."""
+    return type(node)._forward_cls in FUNCTIONS
+
+
+@contextlib.contextmanager
+def applied(listener: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """For the time of the block `listener` is called with each call of `FUNCTIONS`.
+
+    Collectives are waited for where they are called, as in a trace.
+    """
+    with contextlib.ExitStack() as stack:
+        for function in FUNCTIONS:
+            stack.enter_context(_told(function, listener))
+        before = functional_collectives._are_we_tracing
+        functional_collectives._are_we_tracing = lambda: True
+        try:
+            yield
+        finally:
+            functional_collectives._are_we_tracing = before
+
+
+@contextlib.contextmanager
+def _told(function: Any, listener: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    apply = function.apply
+
+    def told(*args: Any) -> Any:
+        listener(function.__name__, args)
+        return apply(*args)
+
+    function.apply = told
+    try:
+        yield
+    finally:
+        del function.apply

@@ -24,7 +24,9 @@ from torch import fx, nn
 from fxshard._torch import (
     checkpointing,
     context_parallel,
+    dtensors,
     export,
+    fully_sharded,
     graphs,
     modes,
     traced_collectives,
@@ -253,7 +255,7 @@ def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Fou
     model = request.model
     if isinstance(model, fx.GraphModule) or environment().flat_capture:
         return None
-    if request.extended or request.placed or context_parallel.state() is not None:
+    if request.extended or context_parallel.state() is not None:
         return None
     lists, why = find.lists(model)
     if not (lists or why):
@@ -330,7 +332,15 @@ def _rehearsal(setup: _Setup, runs: Runs) -> rehearse.Rehearsal:
         mode = contextlib.nullcontext() if table is not None else setup.mode
         # As in a trace, with open sizes: C++ kernels would take some of them as numbers.
         kernels = modes.python_kernels() if setup.sizes else contextlib.nullcontext()
-        with _around(call), rehearse.NoTensorHooks(recorder), kernels, mode, recorder:
+        with (
+            _around(call),
+            fully_sharded.propagation_unseen(),
+            dtensors.applied(recorder.applied),
+            rehearse.NoTensorHooks(recorder),
+            kernels,
+            mode,
+            recorder,
+        ):
             outputs = call.forward(*fakes)
         recorder.finish(outputs)
     return rehearse.Rehearsal(recorder.lines, list(calls), call.returned, leaves)

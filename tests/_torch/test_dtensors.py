@@ -2,6 +2,7 @@
 
 import inspect
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +166,33 @@ def test_shards_of_shards_are_strided_as_fsdp2_has_them(rank: int, rows: int) ->
             fully_shard(module, mesh=mesh["dp"])
             assert module.weight.placements == like.placements
             assert torch.equal(module.weight.to_local()[:, 0], expected)
+
+
+def test_every_step_between_dtensors_and_local_tensors_is_told() -> None:
+    """What decides about the backward of DTensors is in the calls of these functions."""
+    with process_groups.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        told: list[tuple[str, tuple[Any, ...]]] = []
+        local = torch.ones(2, 3, requires_grad=True)
+        before = [function.apply for function in dtensors.FUNCTIONS]
+        with dtensors.applied(lambda *call: told.append(call)):
+            sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            full = sharded.redistribute(mesh, [Replicate()])
+            out = full.to_local(grad_placements=[Replicate()])
+        assert [function.apply for function in dtensors.FUNCTIONS] == before
+        assert [what for what, _ in told] == ["_FromTorchTensor", "Redistribute", "_ToTorchTensor"]
+        assert [type(tensor) for _, (tensor, *_) in told] == [torch.Tensor, DTensor, DTensor]
+        assert all((Shard(0),) in map(tuple_of, args) for _, args in told[:1])
+        assert any((Replicate(),) == tuple_of(each) for each in told[1][1])
+        assert any((Replicate(),) == tuple_of(each) for each in told[2][1])
+        assert type(dtensors.local_tensor(full)) is torch.Tensor  # waited for
+        node = out.grad_fn
+        for _ in told:
+            assert dtensors.is_of_dtensor(node)
+            node = node.next_functions[0][0]  # type: ignore[union-attr]
+        assert dtensors.constants_of(local) == ()
+        assert dtensors.constants_of(full) != dtensors.constants_of(sharded)
+
+
+def tuple_of(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else None

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
 from torch.overrides import TorchFunctionMode
 
-from fxshard._torch import autograd, checkpointing, fake_tensors, graphs, sizes
+from fxshard._torch import autograd, checkpointing, dtensors, fake_tensors, graphs, sizes
 from fxshard._torch.modes import TorchDispatchMode
 from fxshard.capture import provenance
 from fxshard.capture.repeat.ghosts import Table
@@ -175,6 +176,22 @@ class Recorder(TorchDispatchMode):
             raise
 
     def _noted(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        tensors = self._line(func, args, kwargs)
+        if any(dtensors.is_dtensor(tensor) for tensor in tensors):
+            return NotImplemented  # DTensor runs operators on local tensors: the next lines
+        constants = self.lines[-1].key[1]
+        if self._table is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            out = self._table.run(func, args, kwargs or {}, (constants, *_settings()), tensors)
+        for i, tensor in enumerate(tags.tensors(out)):
+            if id(tensor) not in self._tokens:
+                self._tokens[id(tensor)] = (len(self.lines) - 1, i)
+                self._alive.append(tensor)
+        return out
+
+    def _line(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Note an operator; returns its tensors."""
         stack = graphs.current_meta().get(provenance.STACK, {})
         tokens: list[Token] = []
         tensors: list[Tensor] = []
@@ -194,17 +211,14 @@ class Recorder(TorchDispatchMode):
         )
         region = checkpointing.checkpoint_number(graphs.current_meta())
         self.lines.append(Line(key, tuple(tokens), provenance.call_in(stack), region))
-        if self._table is None:
-            out = func(*args, **(kwargs or {}))
-        else:
-            out = self._table.run(func, args, kwargs or {}, (key[1], *_settings()), tensors)
-        for i, tensor in enumerate(tags.tensors(out)):
-            if id(tensor) not in self._tokens:
-                self._tokens[id(tensor)] = (len(self.lines) - 1, i)
-                self._alive.append(tensor)
-        return out
+        return tensors
+
+    def applied(self, what: str, args: tuple[Any, ...]) -> None:
+        """Note that DTensor goes to or comes from local tensors, or is redistributed."""
+        self._line(what, args, {})
 
     def _token(self, tensor: Tensor) -> Token:
+        tensor = dtensors.held_part(tensor)
         token = self._tokens.get(id(tensor))
         if token is None:  # one that the model holds: the same wherever it is read
             token = self._tokens[id(tensor)] = f"tensor at {id(tensor)}"
@@ -235,7 +249,7 @@ def split(value: Any, tensors: list[Tensor], constants: list[Any]) -> None:
     """Split arguments into tensors and constants, in order."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        constants.append(Tensor)
+        constants.extend(dtensors.constants_of(value) or (Tensor,))
     elif isinstance(value, (list, tuple)):
         constants.append(len(value))
         for item in value:
@@ -272,7 +286,7 @@ def as_text(value: Any) -> str:
 
 DETACH = torch.ops.aten.detach.default
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, Placement)
 
 
 def _has_custom_functions(outputs: list[Any]) -> bool:
@@ -281,7 +295,7 @@ def _has_custom_functions(outputs: list[Any]) -> bool:
     seen: set[Any] = set(todo)
     while todo:
         node = todo.pop()
-        if autograd.is_custom_function(node):
+        if autograd.is_custom_function(node) and not dtensors.is_of_dtensor(node):
             return True
         for before, _ in node.next_functions:
             if before is not None and before not in seen:
