@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Unpack
 
 import torch
@@ -35,6 +37,8 @@ from fxshard.host.progress import say, task
 from fxshard.ir.splitting import configured_units, placed
 from fxshard.pipeline import Observer
 from fxshard.planner.budget import planned, within_budget
+from fxshard.planner.on_mesh import EXAMPLE as MESH_EXAMPLE
+from fxshard.planner.on_mesh import OnMesh, on_mesh
 from fxshard.planner.result import Tuning
 from fxshard.planner.tune import PLANS, tuned
 from fxshard.plans.plan import Plan
@@ -72,7 +76,10 @@ def plan(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
-    world_size: int | tuple[int, int],
+    world_size: int | tuple[int, int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None = None,
+    context: Callable[[nn.Module, DeviceMesh], AbstractContextManager[Any]] | None = None,
     micro_batches: int = 1,
     no_sync: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -90,6 +97,13 @@ def plan(
         args, kwargs: an example call of the model, of one rank and micro-batch: tensors of the
             shapes and dtypes that it will get; meta or fake tensors are enough.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
+        mesh: in place of `world_size`, ranks by name of a dimension, the outermost first, such as
+            ``{"dp": 8, "tp": 4}``. No process group is needed, and none is left (see
+            docs/tensor-parallel.md).
+        parallelize: applies ``parallelize_module``: called with a copy of `model` on the meta
+            device and a `DeviceMesh` of `mesh`; what it leaves of the mesh is data-parallel.
+        context: called with these two; gives the context that the loop calls the model in:
+            ``lambda model, mesh: context_parallel(mesh["cp"], ...)``.
         micro_batches: forward and backward passes per step, each on such a batch.
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
         loss: what the training loop computes from the model's output, outside of the model, such
@@ -117,20 +131,49 @@ def plan(
     if observe is not None:
         check_called("observe", observe, "a pass's name", "text before", "text after")
     check_progress(progress)
-    module = plain_module(model)
+    config = Config.from_options(options)
+    there = _there(plain_module(model), config, world_size, mesh, parallelize, context)
     workload = Workload(
-        module,
+        there.module,
         example(args, kwargs),
-        world_size,
-        placed(module, Config.from_options(options)),
+        there.world_size,
+        there.config,
         micro_batches,
         no_sync,
         loss,
         keep_outputs,
         in_flight=in_flight,
+        around=there.around,
     )
     with task("planning", shown=progress):
         return planned(workload, observe)
+
+
+def _there(
+    module: nn.Module,
+    config: Config,
+    world_size: int | tuple[int, int] | None,
+    mesh: Mapping[str, int] | None,
+    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None,
+    context: Callable[[nn.Module, DeviceMesh], AbstractContextManager[Any]] | None,
+) -> OnMesh:
+    """The model on `world_size` ranks, or on a mesh: one of them is given."""
+    if mesh is not None and world_size is not None:
+        raise ConfigError(
+            f"world_size={world_size!r} and mesh={mesh!r} were both given; give one. The mesh says "
+            f"how many ranks there are."
+        )
+    if mesh is not None:
+        return on_mesh(module, config, mesh, parallelize, context)
+    for name, value in (("parallelize", parallelize), ("context", context)):
+        if value is not None:
+            raise ConfigError(f"{name}=... needs the mesh that it is called with: {MESH_EXAMPLE}.")
+    if world_size is None:
+        raise ConfigError(
+            f"for how many ranks? Give world_size=8, or a mesh of several dimensions, "
+            f"{MESH_EXAMPLE}."
+        )
+    return OnMesh(module, placed(module, config), world_size, contextlib.nullcontext)
 
 
 @with_options

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard, debug
 from torch.distributed.tensor._api import _FromTorchTensor, _ToTorchTensor
-from torch.distributed.tensor._redistribute import Redistribute
+from torch.distributed.tensor._redistribute import Redistribute, _gen_transform_infos
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fxshard._torch.modes import is_wrapper
@@ -184,6 +184,17 @@ def _dtensor(local: Tensor, like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def forget_meshes() -> None:
+    """What DTensor remembers of operators it works out again.
+
+    It remembers results with their mesh, and takes an equal mesh for the same one, whose process
+    groups may be those of another time. (torch/distributed/tensor/debug/__init__.py, and
+    _redistribute.py)
+    """
+    debug._clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxshard._torch.dtensors import forget_meshes
+
 
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
@@ -32,6 +34,79 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+class FakeRanks:
+    """A fake process group, and the groups of its meshes, that are there in blocks only.
+
+    In every block they are the same ones, so that what an earlier block made of them works on.
+    (The state is that of torch/distributed/distributed_c10d.py, ``_world``, and of C++, which
+    resolves names of groups; ``init_process_group`` and ``destroy_process_group`` change both.)
+
+    Attributes:
+        inside: such a block is open.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._kept: tuple[Any, int, list[dict[Any, Any]]] | None = None
+        self.inside = False
+
+    @contextlib.contextmanager
+    def there(self) -> Iterator[None]:
+        """Within the block, and blocks in it, torch.distributed is initialised with this group.
+
+        Raises:
+            RuntimeError: it is initialised with another one.
+        """
+        if self.inside:
+            yield
+            return
+        if dist.is_initialized():
+            raise RuntimeError("torch.distributed is initialised with another process group")
+        first = fake_process_group(self._rank, self._world_size)
+        with _as_before(self._kept) if self._kept else first:
+            self.inside = True
+            forget_meshes()
+            try:
+                yield
+            finally:
+                forget_meshes()
+                self.inside = False
+                self._kept = _groups()
+
+
+# Of torch's ``_world``: by group, or by tag.
+_BY_GROUP = (
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"),
+)
+
+
+def _groups() -> tuple[Any, int, list[dict[Any, Any]]]:
+    """The default group, how many were made, and what is noted of each."""
+    world = distributed_c10d._world
+    return world.default_pg, world.group_count, [dict(getattr(world, n)) for n in _BY_GROUP]
+
+
+@contextlib.contextmanager
+def _as_before(kept: tuple[Any, int, list[dict[Any, Any]]]) -> Iterator[None]:
+    """For the time of the block, the groups that `_groups` has found are there again."""
+    torchs: Any = distributed_c10d
+    world, (default, count, noted) = torchs._world, kept
+    for name, entries in zip(_BY_GROUP, noted, strict=True):
+        getattr(world, name).update(entries)
+    for group, name in world.pg_names.items():
+        torchs._register_process_group(name, group)
+    world.group_count = count
+    torchs._update_default_pg(default)
+    try:
+        yield
+    finally:
+        torchs._update_default_pg(None)
+        for name in _BY_GROUP:
+            getattr(world, name).clear()
+        torchs._unregister_all_process_groups()
+        world.group_count = 0
 
 
 def forget_groups(mesh: DeviceMesh) -> None:

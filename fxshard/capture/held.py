@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fxshard._torch import fake_tensors
@@ -58,6 +59,15 @@ def copied(modules: T) -> T:
         if isinstance(value, Tensor) and not value.is_leaf:
             memo[id(value)] = copy.deepcopy(value.detach(), memo)
     return copy.deepcopy(modules, memo)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device: nothing as large as them is copied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
 
 
 class Snapshot:

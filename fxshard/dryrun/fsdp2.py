@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fxshard._torch.checkpointing import checkpoint_wrapper
 from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.arguments import check_called, check_count
+from fxshard.capture.held import on_meta
 from fxshard.dryrun.gpus import DEFAULT
 from fxshard.dryrun.peaks import peaks_table
 from fxshard.dryrun.run import DryRun, dry_run
@@ -142,7 +142,7 @@ def run_fsdp2(model: nn.Module, args: tuple[Any, ...], kwargs: Any, recipe: Reci
     """
     recipe.check()
     units = [unit.fqns for unit in find_units(model, recipe.units) if unit.fqn]
-    model = _on_meta(model)
+    model = on_meta(model).train()
     with dry_run(world_size=recipe.world_size, device=recipe.device, rank=recipe.rank) as run:
         model = _sharded(model, units, recipe, run.device)
         optimizer = recipe.optimizer(model.parameters()) if recipe.optimizer else None
@@ -156,15 +156,6 @@ def run_fsdp2(model: nn.Module, args: tuple[Any, ...], kwargs: Any, recipe: Reci
             model.zero_grad()
             run.step()
     return run
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device: nothing as large as them is copied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        for p in model.parameters()
-    }
-    return copy.deepcopy(model, memo).train()
 
 
 def _sharded(model: nn.Module, units: list[tuple[str, ...]], recipe: Recipe, device: str) -> Any:

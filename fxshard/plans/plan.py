@@ -68,6 +68,17 @@ def make_plan(
         steps: earlier recordings of optimizers; new ones are added.
         stems: see `make_program`.
     """
+    with workload.around():
+        return _made(workload, observe, captures, steps, stems)
+
+
+def _made(
+    workload: Workload,
+    observe: Observer | None,
+    captures: dict[Any, Program] | None,
+    steps: Steps | None,
+    stems: dict[Any, Program] | None,
+) -> Plan:
     replicas, shards = grid(workload.world_size, workload.config)
     units = configured_units(workload.module, workload.config)
     others = meshes.grids(workload.config, meshes.of_units(units), replicas, shards)
@@ -104,7 +115,7 @@ def make_plan(
     if starts is None:
         return plan
     workload = dataclasses.replace(workload, tangents=starts)
-    return make_plan(workload, observe=observe, captures=captures, steps=steps, stems=stems)
+    return _made(workload, observe, captures, steps, stems)
 
 
 class _Planner(Protocol):
@@ -229,6 +240,10 @@ class Plan:
         """
         self._require_schedule()
         self._require_known_sizes()
+        with self.workload.around():
+            return self._memory()
+
+    def _memory(self) -> MemoryReport:
         step = self.optimizer_step
         loss, work = self._loss, self.workload
         held = held_ranges(work.module, work.call, self.program, loss)

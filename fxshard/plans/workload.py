@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,6 +51,8 @@ class Workload:
             `fxshard.capture.trace.capture` chooses.
         in_flight: of a pipeline's stage, how many forwards run ahead of the first backward; None:
             all of the step.
+        around: gives a block in which the call is as it will be: the ranks of the mesh of a model
+            that was parallelised for the plan are there, and what the loop calls the model in.
     """
 
     module: nn.Module
@@ -61,6 +65,7 @@ class Workload:
     keep_outputs: bool = True
     tangents: tuple[int, ...] | None = None
     in_flight: int | None = None
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
         if not is_count(self.micro_batches):
@@ -102,7 +107,7 @@ class Workload:
 
     def changed(self, changes: Mapping[str, Any]) -> Workload:
         """With some of its fields, of the call's ``args`` and ``kwargs``, or options replaced."""
-        own = {f.name for f in dataclasses.fields(self)} - {"module", "config", "call"}
+        own = {f.name for f in dataclasses.fields(self)} - {"module", "config", "call", "around"}
         mine = {name: value for name, value in changes.items() if name in own}
         if "loss" in mine:
             mine.setdefault("tangents", None)  # those of another loss

@@ -155,7 +155,7 @@ def _without_tensor_parallel(
             f"before fully_shard or another fxshard.compile."
         )
     names = mesh.mesh_dim_names or ()
-    left = tuple(name for name in names if mesh[name] != beside)
+    left = beside_others(mesh, units)
     if len(left) == len(names):
         return _with_contexts(mesh)  # the data-parallel part
     rest = _with_contexts(mesh[left])
@@ -166,6 +166,18 @@ def _without_tensor_parallel(
             f"parallelism; for the others, {left}, strategy {config.strategy!r} takes {dims}."
         )
     return rest
+
+
+def beside_others(mesh: DeviceMesh, units: Sequence[Unit]) -> tuple[str, ...]:
+    """The dimensions of `mesh` that no parameter is placed on."""
+    beside = the_mesh([param for unit in units for param in unit.params])
+    return tuple(name for name in mesh.mesh_dim_names or () if mesh[name] != beside)
+
+
+def data_parallel(mesh: DeviceMesh, units: Sequence[Unit]) -> DeviceMesh | None:
+    """The dimensions of `mesh` that parameters are sharded over; None if there are none."""
+    left = beside_others(mesh, units)
+    return _with_contexts(mesh[left]) if left else None
 
 
 def _with_contexts(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,0 +1,219 @@
+"""A model on a mesh of several dimensions, planned where there are no ranks.
+
+The user's own function parallelises a copy of the model, on the meta device, for a mesh of ranks
+that move no data. What is left of the mesh is that of data parallelism, as `fxshard.compile` has
+it. These ranks are there while something is planned, and at no other time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch.process_groups import FakeRanks
+from fxshard.arguments import check_called
+from fxshard.bytesize import is_count
+from fxshard.capture.held import on_meta
+from fxshard.config.checked import Config
+from fxshard.errors import ConfigError
+from fxshard.ir.splitting import configured_units, placed
+from fxshard.runtime.world.mesh import CONTEXTS, data_parallel
+
+Dims = dict[str, int]  # ranks by name of a dimension, the outermost first
+Parallelize = Callable[[nn.Module, DeviceMesh], Any]
+Context = Callable[[nn.Module, DeviceMesh], AbstractContextManager[Any]]
+EXAMPLE = "mesh={'dp': 8, 'tp': 4}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A model as a rank of a mesh has it.
+
+    Attributes:
+        module: it, or a copy on the meta device that was parallelised.
+        config: the options, for it.
+        world_size: of data parallelism.
+        around: see `fxshard.plans.workload.Workload`.
+    """
+
+    module: nn.Module
+    config: Config
+    world_size: int | tuple[int, int]
+    around: Callable[[], AbstractContextManager[object]]
+
+
+def on_mesh(
+    model: nn.Module,
+    config: Config,
+    mesh: Any,
+    parallelize: Parallelize | None = None,
+    context: Context | None = None,
+) -> OnMesh:
+    """`model` on the first rank of a mesh; it is not changed.
+
+    Args:
+        mesh: ranks by name of a dimension, the outermost first.
+        parallelize, context: as for `fxshard.plan`.
+
+    Raises:
+        ConfigError: no such mesh; the model is sharded already; this process has a process group;
+            `parallelize` fails, or leaves dimensions that no strategy has.
+        UnitError: a parameter is placed as programs do not know it.
+    """
+    dims = checked_dims(mesh)
+    for name, function in (("parallelize", parallelize), ("context", context)):
+        if function is not None:
+            check_called(name, function, "the model", "the mesh")
+    if CONTEXTS in dims and context is None:
+        raise ConfigError(
+            f"mesh={dims}: {CONTEXTS!r} are the ranks that have parts of one sequence. Give the "
+            f"context in which attention goes round them, context=lambda model, mesh: "
+            f"context_parallel(mesh[{CONTEXTS!r}], ...) (docs/context-parallel.md)."
+        )
+    require_alone()
+    _require_plain(model)
+    ranks, made = _ranks(tuple(dims.items()))
+    with ranks.there():
+        module = model
+        if parallelize is not None:
+            module = _parallelised(on_meta(model), parallelize, made)
+        config = placed(module, config)
+        size = _world_size(data_parallel(made, configured_units(module, config)), dims, config)
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        require_alone(ranks)
+        with ranks.there(), contextlib.nullcontext() if context is None else context(module, made):
+            yield
+
+    return OnMesh(module, config, size, around)
+
+
+def checked_dims(mesh: Any) -> Dims:
+    """`mesh`, if it is ranks by name of a dimension.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        shape = dict(zip(names, mesh.shape, strict=False))
+        raise ConfigError(
+            f"mesh={mesh}: a plan needs no process group, and makes the mesh itself: give its "
+            f"dimensions, mesh={shape or {'dp': 8, 'tp': 4}}. A model that parallelize_module has "
+            f"parallelised on a mesh of yours is planned without mesh=, with the world_size of "
+            f"data parallelism."
+        )
+    if not isinstance(mesh, Mapping) or not mesh:
+        raise ConfigError(f"mesh={mesh!r}: expected ranks by name of a dimension: {EXAMPLE}.")
+    for name, size in mesh.items():
+        if not isinstance(name, str) or not name or not is_count(size):
+            raise ConfigError(
+                f"mesh={dict(mesh)!r}: {name!r} has {size!r} ranks; expected a name, and a whole "
+                f"number >= 1: {EXAMPLE}."
+            )
+    if "pp" in mesh:
+        raise ConfigError(
+            f"mesh={dict(mesh)!r}: stages of a pipeline hold different modules, and each has a "
+            f"plan of its own. Plan one stage's module on the mesh of its ranks, without 'pp', "
+            f"with pipeline_stage=True and in_flight=... (docs/pipeline-parallel.md)."
+        )
+    return dict(mesh)
+
+
+def require_alone(ranks: FakeRanks | None = None) -> None:
+    """Raise ConfigError if this process has a process group, which is not `ranks`."""
+    if dist.is_available() and dist.is_initialized() and not (ranks and ranks.inside):
+        raise ConfigError(
+            "mesh=... plans on a mesh of its own, but a process group is initialised in this "
+            "process. Plan before init_process_group, or in another process; or parallelise the "
+            "model on your own mesh, and leave mesh= and parallelize= out."
+        )
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Raise ConfigError if something has sharded `model` before."""
+    if isinstance(model, FSDPModule):
+        raise ConfigError("mesh=... with a model that fully_shard has sharded: give the plain one.")
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"mesh=... with parameter {name!r}, a DTensor on {param.device_mesh}: the model is "
+                f"parallelised already. Give the plain one, and parallelize=..., which does it; or "
+                f"leave mesh= out, and give the world_size of data parallelism."
+            )
+
+
+@functools.cache
+def _ranks(dims: tuple[tuple[str, int], ...]) -> tuple[FakeRanks, DeviceMesh]:
+    """Ranks without data, and their mesh: one for equal dimensions.
+
+    torch's caches put meshes that are equal for each other.
+    """
+    shape, names = tuple(size for _, size in dims), tuple(name for name, _ in dims)
+    ranks = FakeRanks(0, math.prod(shape))
+    with ranks.there():
+        return ranks, init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _parallelised(model: nn.Module, parallelize: Parallelize | None, mesh: DeviceMesh) -> nn.Module:
+    if parallelize is None:
+        return model
+    try:
+        found = parallelize(model, mesh)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        raise ConfigError(
+            f"parallelize(model, mesh) raised {type(error).__name__}: {first}\nIt was called with "
+            f"a copy of the model on the meta device, and a DeviceMesh of {shape}."
+        ) from error
+    if found is not None and not isinstance(found, nn.Module):
+        raise ConfigError(
+            f"parallelize(model, mesh) returned a {type(found).__name__}: expected the model, or "
+            f"None if it was changed in place."
+        )
+    model = model if found is None else found
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            "parallelize(model, mesh) has called fully_shard: fxshard shards over data-parallel "
+            "ranks itself. Give the part of it that applies parallelize_module alone."
+        )
+    return model
+
+
+def _world_size(left: DeviceMesh | None, dims: Dims, config: Config) -> int | tuple[int, int]:
+    """The ranks of what is left of a mesh, in which dimensions of one rank do not count.
+
+    Raises:
+        ConfigError: a strategy has another number of dimensions.
+    """
+    wanted, sizes = 1 + config.hybrid, () if left is None else tuple(left.shape)
+    if len(sizes) > wanted:
+        sizes = tuple(size for size in sizes if size > 1)
+    if len(sizes) <= wanted:
+        sizes = (*(1,) * (wanted - len(sizes)), *sizes)
+    if len(sizes) != wanted:
+        names = () if left is None else left.mesh_dim_names or ()
+        takes = "two, replicate x shard" if config.hybrid else "one"
+        hybrid = ""
+        if len(sizes) == 2 and "tp" not in names:
+            hybrid = "strategy='hybrid_shard', or "
+        raise ConfigError(
+            f"mesh={dims}: tensor parallelism places no parameter on "
+            f"{', '.join(map(repr, names))}, which makes {len(sizes)} dimensions of data "
+            f"parallelism; strategy {config.strategy!r} takes {takes}. Give {hybrid}another mesh, "
+            f"or a parallelize= that places parameters on one of them."
+        )
+    return (sizes[0], sizes[1]) if config.hybrid else sizes[0]
