@@ -40,6 +40,7 @@ from fxshard.planner.budget import planned, within_budget
 from fxshard.planner.on_mesh import EXAMPLE as MESH_EXAMPLE
 from fxshard.planner.on_mesh import OnMesh, on_mesh
 from fxshard.planner.result import Tuning
+from fxshard.planner.shapes import tuned_over_shapes
 from fxshard.planner.tune import PLANS, tuned
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, example
@@ -545,7 +546,10 @@ def tune(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
-    world_size: int | tuple[int, int],
+    world_size: int | tuple[int, int] | None = None,
+    mesh: Mapping[str, int] | Literal["auto"] | None = None,
+    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None = None,
+    context: Callable[[nn.Module, DeviceMesh], AbstractContextManager[Any]] | None = None,
     hardware: str | Hardware,
     budget: int | str | None = None,
     batches: Sequence[int] | None = None,
@@ -570,6 +574,10 @@ def tune(
 
     Args:
         model, args, kwargs, world_size, micro_batches, no_sync, loss, keep_outputs: as for `plan`.
+        mesh, parallelize, context: as for `plan`. ``mesh="auto"`` searches its shape too, for
+            `world_size` GPUs: ranks of tensor parallelism, to which `parallelize` is applied if
+            they are more than one, within a node; ``space={"tp": [1, 8]}`` says which. Compared is
+            then the time of all GPUs that compute a sample together; the plans are of each shape.
         hardware: "h100", "h200", "b200", or figures of your own.
         budget: bytes of one rank, or text such as "80GiB"; None: all memory of `hardware`.
         batches: samples per rank and micro-batch; None: that of the call, and doubled.
@@ -598,20 +606,33 @@ def tune(
     if config.memory_budget is not None:
         raise ConfigError("memory_budget=... in fxshard.tune: give budget=... instead.")
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
-    module = plain_module(model)
-    config = placed(module, config)
-    workload = Workload(
-        *(module, example(args, kwargs), world_size, config, micro_batches, no_sync),
-        *(loss, keep_outputs),
-    )
-    with task("tuning", plans, shown=progress) as show:
-        return tuned(
-            *(workload, chosen, limit),
-            batches=batches,
-            space=space,
-            plans=plans,
-            progress=lambda count, what: show(what, count),
+    module, call = plain_module(model), example(args, kwargs)
+
+    def step(there: OnMesh) -> Workload:
+        return Workload(
+            *(there.module, call, there.world_size, there.config, micro_batches, no_sync),
+            *(loss, keep_outputs),
+            around=there.around,
         )
+
+    with task("tuning", plans, shown=progress) as show:
+        given: dict[str, Any] = {
+            "batches": batches,
+            "space": space,
+            "plans": plans,
+            "progress": lambda count, what: show(what, count),
+        }
+        if mesh == "auto":
+            if context is not None:
+                raise ConfigError("mesh='auto' searches tensor parallelism alone: no context=....")
+            shapes = module, config, world_size, parallelize, chosen, limit
+            return tuned_over_shapes(step, *shapes, **given)
+        there = _there(module, config, world_size, mesh, parallelize, context)
+        ranks = math.prod(grid(there.world_size, there.config))
+        together = 1 if mesh is None else math.prod(mesh.values()) // ranks
+        work = step(there)
+        with work.around():
+            return tuned(work, chosen, limit, **given, together=together)
 
 
 def fsdp2_memory(

@@ -77,6 +77,13 @@ class Batches:
         workload = self.workload.changed({**changes, "args": args, "kwargs": kwargs})
         return make_plan(workload, captures=self._captures, steps=self._steps, stems=self._stems)
 
+    def forget(self) -> None:
+        """Let go of captures, which plans that are kept still have: those of deep models are large.
+
+        Further plans trace again.
+        """
+        self._captures, self._stems = {}, {}
+
     def samples(self, batch: int | None) -> int:
         """Samples of a rank in a step; 1 per micro-batch if there is no batch."""
         return (batch or 1) * self.workload.micro_batches

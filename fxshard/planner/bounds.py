@@ -32,7 +32,7 @@ from fxshard.cost import operators
 from fxshard.cost.activations import from_parameter
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import FxshardError
-from fxshard.ir import meshes, tags
+from fxshard.ir import meshes, ops, tags
 from fxshard.ir.domain import OPEN, size_at
 from fxshard.ir.layout import layouts
 from fxshard.ir.program import Program, nbytes
@@ -88,7 +88,7 @@ class Stem:
             node
             for phase in ("forward", "backward")
             for node in program.phase(phase)
-            if not from_parameter(node)
+            if not from_parameter(node) and not ops.communicates(node)  # those may run meanwhile
         ]
         domain = program.domain
         symbols = {} if domain is None else domain.symbols

@@ -37,6 +37,7 @@ class Trial:
         on_front: nothing that fits is better in one of memory and time per sample, and no worse
             in the other.
         plan: of the best; None of others.
+        together: ranks of tensor parallelism, which compute a sample together.
     """
 
     candidate: Candidate
@@ -51,6 +52,18 @@ class Trial:
     number: int = 0
     on_front: bool = False
     plan: Plan | None = None
+    together: int = 1
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Its mesh, by torchtitan's names of dimensions; without "tp", `parallelize` has no use.
+
+        ``init_device_mesh("cuda", tuple(mesh.values()), mesh_dim_names=tuple(mesh))`` makes it.
+        """
+        pair = self.world_size
+        sizes = pair if isinstance(pair, tuple) else (pair,)
+        found = dict(zip(("dp_replicate", "dp_shard")[-len(sizes) :], sizes, strict=True))
+        return found if self.together == 1 else {**found, "tp": self.together}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,7 +83,8 @@ class Trial:
     @property
     def setting(self) -> str:
         """What was searched, as text."""
-        return self.candidate.text
+        text = self.candidate.text
+        return text if self.together == 1 else f"tp={self.together}, {text}"
 
     @property
     def fits(self) -> bool:
@@ -89,15 +103,18 @@ class Trial:
 
     @property
     def sample_time(self) -> float | None:
-        """Seconds per step and sample of a rank."""
+        """Seconds per step and sample of a rank, or of ranks that compute it together."""
         return None if self.step_time is None else self.step_time / self.samples
 
     @property
     def measures(self) -> tuple[float, int]:
-        """Seconds per sample and bytes at the peak: of its plan, or else at least."""
+        """Seconds per sample, of all ranks together that compute it, and bytes at the peak.
+
+        Of its plan, or else at least.
+        """
         if self.sample_time is None or self.peak_bytes is None:
-            return self.least_seconds, self.least_bytes
-        return self.sample_time, self.peak_bytes
+            return self.least_seconds * self.together, self.least_bytes
+        return self.sample_time * self.together, self.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +152,7 @@ class Tuning:
         from fxshard.memory.views.plots import Dot
 
         return [
-            Dot(t.setting, t.peak_bytes, t.sample_time, t.fits, t.on_front, t.number == 1)
+            Dot(t.setting, t.peak_bytes, t.measures[0], t.fits, t.on_front, t.number == 1)
             for t in self.trials
             if t.peak_bytes is not None and t.sample_time is not None
         ]
@@ -167,7 +184,8 @@ class Tuning:
         shown = others if rows is None else others[:rows]
         chosen = sorted([*self.front, *shown], key=lambda trial: trial.number)
         lines = [_row(trial) for trial in chosen]
-        headers = ("#", "configuration", "batch", "peak", "ms / sample", "")
+        each = "GPU ms" if any(trial.together > 1 for trial in self.trials) else "ms"
+        headers = ("#", "configuration", "batch", "peak", f"{each} / sample", "")
         text = tabulate(lines, headers, disable_numparse=True)
         left = len(others) - len(shown)
         return f"{text}\n... and {left} more." if left else text
@@ -192,7 +210,7 @@ class Tuning:
 
 def _row(trial: Trial) -> tuple[str, ...]:
     peak = "-" if trial.peak_bytes is None else size_text(trial.peak_bytes)
-    time = "-" if trial.sample_time is None else f"{1e3 * trial.sample_time:.4g}"
+    time = "-" if trial.sample_time is None else f"{1e3 * trial.measures[0]:.4g}"
     mark = "front: " if trial.on_front and trial.number > 1 else ""
     batch = "-" if trial.batch is None else str(trial.batch)
     return f"{trial.number}", trial.setting, batch, peak, time, mark + trial.why

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from fxshard.bytesize import size_text
 from fxshard.config.checked import Config
 from fxshard.config.precision import Precision
-from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program
 
@@ -122,7 +121,7 @@ def schedules(config: Config, program: Program) -> list[Choice]:
 def candidates(
     config: Config,
     world_size: int | tuple[int, int],
-    hardware: Hardware,
+    node: int,
     units: int,
     batches: Sequence[int | None],
     space: Mapping[str, Sequence[Any]],
@@ -132,7 +131,7 @@ def candidates(
     Args:
         config: what the user has given stays, unless it is in `space`.
         world_size: as of `fxshard.plan`.
-        hardware: how many ranks share a node.
+        node: how many data-parallel ranks share a node.
         units: number of units of the model.
         batches: to be tried with each.
         space: from `given_space`.
@@ -143,7 +142,7 @@ def candidates(
         if wanted:
             dimensions.append(_combined(wanted))
         elif not config.given & set(names):
-            dimensions.append(_default(names, world_size, hardware, units))
+            dimensions.append(_default(names, world_size, node, units))
     taken = {name for names in DIMENSIONS for name in names}
     dimensions += [
         [{name: value} for value in values] for name, values in space.items() if name not in taken
@@ -167,11 +166,11 @@ def _depths(names: Sequence[str]) -> list[Choice]:
 
 
 def _default(
-    names: tuple[str, ...], world_size: int | tuple[int, int], hardware: Hardware, units: int
+    names: tuple[str, ...], world_size: int | tuple[int, int], node: int, units: int
 ) -> list[Choice]:
     """The choices of one dimension, the fastest with unlimited memory first."""
     if names == SHARDING:
-        return _shardings(world_size, hardware.ranks_per_node)
+        return _shardings(world_size, node)
     if names == PREFETCH:
         return _depths(names)
     if names == ("mixed_precision",):

@@ -52,18 +52,46 @@ def tuned(
     space: Mapping[str, Iterable[Any]] | None = None,
     plans: int | None = PLANS,
     progress: Progress = lambda count, what: None,
+    together: int = 1,
 ) -> Tuning:
     """Search; see `fxshard.tune`.
 
     Args:
         budget: bytes of one rank.
         progress: called with the number of plans that were made, and what is going on.
+        together: ranks of tensor parallelism, which compute a sample together.
     """
     opened, values = Batches(workload, batches), given_space(space)
-    return _Tuner(workload, opened, hardware, budget, values, plans, progress).run()
+    tuner = Tuner(workload, opened, hardware, budget, values, plans, progress, together)
+    tuner.search_all()
+    return found_by([tuner])
 
 
-class _Tuner:
+def found_by(tuners: Sequence[Tuner], others: Sequence[Trial] = ()) -> Tuning:
+    """Compare what searches have found, one for each shape of the mesh.
+
+    Args:
+        tuners: after `Tuner.search_all`.
+        others: what could not be searched.
+
+    Raises:
+        DoesNotFitError, ConfigError: see `fxshard.tune`.
+    """
+    fitting = [each for each in tuners if each.search.best is not None]
+    if not fitting:
+        min(tuners, key=Tuner.smallest).refuse()
+    best = min(fitting, key=Tuner.best_time)
+    slack = max(each.slack(best.best_time()) for each in tuners)
+    for each in tuners:
+        each.close_rest()
+    trials = [*(trial for each in tuners for trial in each.trials), *others]
+    return Tuning(
+        ranked(trials, best.search.plan),
+        *(best.budget, best.hardware, sum(len(each.planned) for each in tuners), slack),
+    )
+
+
+class Tuner:
     """A search, and what is known of every candidate so far."""
 
     def __init__(
@@ -75,8 +103,9 @@ class _Tuner:
         space: Mapping[str, Sequence[Any]],
         limit: int | None,
         progress: Progress,
+        together: int = 1,
     ) -> None:
-        self.batches, self.hardware = batches, hardware
+        self.batches, self.hardware, self.together = batches, hardware, together
         self.budget, self.progress = budget, progress
         self.limit = math.inf if limit is None else limit
         self.enough = 0.0 if limit is None else ENOUGH
@@ -90,15 +119,17 @@ class _Tuner:
             hardware=hardware,
         )
         units = len(configured_units(workload.module, workload.config))
-        sharing = workload.config, workload.world_size, hardware
+        node = max(1, hardware.ranks_per_node // together)
+        sharing = workload.config, workload.world_size, node
         every = candidates(*sharing, units, batches.sizes, space)
         self.trials = [self._trial(workload, each) for each in every]
         legal = next((each for each in self.trials if not each.why), None)
         if legal is None:
-            self._refuse()
+            self.refuse()
         self.bounds = Bounds(batches, hardware, legal, lambda what: self._tell(what))
 
-    def run(self) -> Tuning:
+    def search_all(self) -> None:
+        """Bound and plan, until the best is known or the plans are used up."""
         for each in self.trials:
             self.bounds.bound(each)
             self._close_if_too_large(each)
@@ -106,12 +137,7 @@ class _Tuner:
         if self.last_resort and self.search.best is None:
             self.last_resort = False
             self._spend(len(self.planned) + self.limit)
-        if self.search.best is None:
-            self._refuse()
-        slack = self._slack()
-        self._close_rest()
-        trials = ranked(self.trials, self.search.plan)
-        return Tuning(trials, self.budget, self.hardware, len(self.planned), slack)
+        self.batches.forget()
 
     def _trial(self, work: Workload, candidate: Candidate) -> Trial:
         changes = {n: v for n, v in candidate.changes.items() if n != "world_size"}
@@ -122,7 +148,8 @@ class _Tuner:
             grid(world, config)
         except ConfigError as error:
             why = f"refused: {first_line(error)}"
-        return Trial(candidate, config, world, self.batches.samples(candidate.batch), why)
+        samples = self.batches.samples(candidate.batch)
+        return Trial(candidate, config, world, samples, why, together=self.together)
 
     def _order(self, candidate: Candidate, tried: Tried) -> tuple[float, int, int]:
         seconds = (tried.seconds or 0.0) / self.batches.samples(candidate.batch)
@@ -245,30 +272,40 @@ class _Tuner:
                     f"{size_text(self.budget)} already"
                 )
 
-    def _slack(self) -> float:
+    def best_time(self) -> float:
+        """Seconds per sample of the best, times the ranks that compute it together."""
+        return min(each.measures[0] for each in self._fitting())
+
+    def smallest(self) -> float:
+        """Bytes of the smallest that was planned."""
+        return min((each.peak_bytes or 0 for each in self.planned), default=math.inf)
+
+    def slack(self, best: float) -> float:
         """The part of the best's time by which a candidate that was not planned may be faster."""
-        best = min(each.sample_time or 0.0 for each in self._fitting())
-        left = [each.least_seconds for each in self._open() if not self._is_last_resort(each)]
+        left = [each.measures[0] for each in self._open() if not self._is_last_resort(each)]
         return max(0.0, 1 - min(left, default=best) / best)
 
-    def _close_rest(self) -> None:
+    def close_rest(self) -> None:
         """Note why each remaining candidate was not planned."""
         fitting = self._fitting()
-        best = min(each.sample_time or 0.0 for each in fitting)
+        best = min((each.sample_time or 0.0 for each in fitting), default=math.inf)
+        whose = "the best's" if self.together == 1 else "its mesh's best's"
         for each in self._open():
             ratio, least = each.least_seconds / best, size_text(each.least_bytes)
-            if self._is_last_resort(each):
+            if not fitting:
+                each.why = f"not planned, what was of this mesh does not fit: at least {least}"
+            elif self._is_last_resort(each):
                 each.why = "not planned: offload is for what fits in no other way"
             elif self._gain(each, fitting) <= math.log1p(self.enough):
                 by = "its operators" if each.refined else "its FLOPs"
-                each.why = f"pruned: at least {ratio:.2f}x the best's time by {by}, and {least}"
+                each.why = f"pruned: at least {ratio:.2f}x {whose} time by {by}, and {least}"
             else:
                 count = len(self.planned)
                 others = "1 other was" if count == 1 else f"{count} others were"
-                least = f"at least {least} and {ratio:.2f}x the best's time"
+                least = f"at least {least} and {ratio:.2f}x {whose} time"
                 each.why = f"not planned, {others}: {least}"
 
-    def _refuse(self) -> NoReturn:
+    def refuse(self) -> NoReturn:
         """Raise DoesNotFitError that names the smallest."""
         rest = [each for each in self.trials if each.tried is None and each.least_bytes]
         for each in sorted(rest, key=lambda o: (o.least_bytes, o.candidate.rank))[:3]:
@@ -281,7 +318,7 @@ class _Tuner:
         batch = f", batch {small.candidate.batch}" if small.candidate.batch is not None else ""
         raise DoesNotFitError(
             f"nothing fits {size_text(self.budget)}: the smallest of {len(self.planned)} that were "
-            f"planned needs {size_text(small.peak_bytes or 0)} ({small.candidate.text}{batch}). Of "
+            f"planned needs {size_text(small.peak_bytes or 0)} ({small.setting}{batch}). Of "
             f"{len(self.trials)} configurations all others need more by their bounds, or were "
             f"not planned. Use more ranks, a smaller batch or other values in space=..."
         )
