@@ -575,9 +575,9 @@ def tune(
     Args:
         model, args, kwargs, world_size, micro_batches, no_sync, loss, keep_outputs: as for `plan`.
         mesh, parallelize, context: as for `plan`. ``mesh="auto"`` searches its shape too, for
-            `world_size` GPUs: ranks of tensor parallelism, to which `parallelize` is applied if
-            they are more than one, within a node; ``space={"tp": [1, 8]}`` says which. Compared is
-            then the time of all GPUs that compute a sample together; the plans are of each shape.
+            `world_size` GPUs: ranks of tensor parallelism within a node, or those of
+            ``space={"tp": [1, 8]}``; the functions are called where they are more than one. Times
+            are then those of all GPUs that compute a sample together.
         hardware: "h100", "h200", "b200", or figures of your own.
         budget: bytes of one rank, or text such as "80GiB"; None: all memory of `hardware`.
         batches: samples per rank and micro-batch; None: that of the call, and doubled.
@@ -623,9 +623,7 @@ def tune(
             "progress": lambda count, what: show(what, count),
         }
         if mesh == "auto":
-            if context is not None:
-                raise ConfigError("mesh='auto' searches tensor parallelism alone: no context=....")
-            shapes = module, config, world_size, parallelize, chosen, limit
+            shapes = module, config, world_size, parallelize, context, chosen, limit
             return tuned_over_shapes(step, *shapes, **given)
         there = _there(module, config, world_size, mesh, parallelize, context)
         ranks = math.prod(grid(there.world_size, there.config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from fxshard.cost.hardware import Hardware
 from fxshard.errors import CaptureError, ConfigError, UnitError
 from fxshard.ir.splitting import placed
 from fxshard.planner.batches import Batches
-from fxshard.planner.on_mesh import OnMesh, Parallelize, on_mesh
+from fxshard.planner.on_mesh import Context, OnMesh, Parallelize, on_mesh
 from fxshard.planner.result import Trial, Tuning
 from fxshard.planner.search import first_line
 from fxshard.planner.space import Candidate, given_space
@@ -31,6 +30,7 @@ def tuned_over_shapes(
     config: Config,
     world_size: Any,
     parallelize: Parallelize | None,
+    context: Context | None,
     hardware: Hardware,
     budget: int,
     *,
@@ -66,7 +66,7 @@ def tuned_over_shapes(
     others: list[Trial] = []
     for size in sizes:
         try:
-            there = _on(module, config, world_size, size, parallelize)
+            there = _on(module, config, world_size, size, parallelize, context)
             work = step(there)
             with work.around():
                 opened = Batches(work, batches)
@@ -101,14 +101,20 @@ def _sizes(asked: Any, world_size: int, hardware: Hardware) -> list[int]:
 
 
 def _on(
-    module: nn.Module, config: Config, world_size: int, size: int, parallelize: Parallelize
+    module: nn.Module,
+    config: Config,
+    world_size: int,
+    size: int,
+    parallelize: Parallelize,
+    context: Context | None,
 ) -> OnMesh:
     if size == 1:
         return OnMesh(module, placed(module, config), world_size, contextlib.nullcontext)
     ranks = world_size // size
     dims = {"dp_shard": ranks, TP: size}
-    hybrid = config.hybrid
-    if hybrid:  # its pairs are searched
-        dims = {"dp_replicate": 1, **dims}
-    there = on_mesh(module, config, dims, parallelize)
-    return dataclasses.replace(there, world_size=ranks) if not hybrid else there
+    if config.hybrid:
+        raise ConfigError(
+            f"mesh='auto' with strategy={config.strategy!r}: which ranks are replicas is searched. "
+            f"Leave strategy out, or give the mesh."
+        )
+    return on_mesh(module, config, dims, parallelize, context)

@@ -68,7 +68,9 @@ def test_every_shape_is_as_it_is_alone() -> None:
         model, x = Layers(), torch.zeros(2, 8)
     times = {}
     for trial in (trial for trial in found.trials if trial.fits):
-        more = {"parallelize": parallelize} if "tp" in trial.mesh else {}
+        more: dict[str, Any] = {"parallelize": parallelize}
+        if "tp" not in trial.mesh:
+            more = {"dynamic": {"batch": [("x", 0)]}}  # as tune traces it
         plan = fxshard.plan(model, (x,), mesh=trial.mesh, **more, **trial.options)
         peak = max(plan.memory.peak_bytes, plan.memory.first_step_peak_bytes)
         assert peak == trial.peak_bytes
@@ -122,7 +124,7 @@ def test_sizes_that_are_asked_for() -> None:
         ({"world_size": None}, "give the number of GPUs"),
         ({"world_size": (2, 2)}, "give the number of GPUs"),
         ({"space": {"tp": [3]}}, "that divide world_size=4"),
-        ({"context": lambda model, mesh: None}, "no context"),
+        ({"strategy": "hybrid_shard", "space": {"checkpoint": [None]}}, "is searched"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:

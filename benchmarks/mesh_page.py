@@ -1,0 +1,393 @@
+"""Plan Llamas on meshes of 2 to 4 dimensions, and write docs/scale-meshes.md.
+
+    python -m benchmarks.mesh_page                     # everything
+    python -m benchmarks.mesh_page --only 8B stages    # these alone
+    python -m benchmarks.mesh_page --page              # the page alone, from what was planned
+
+Nothing runs and nothing is allocated; no process group is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fxshard
+from benchmarks.figures import RESULTS, ROOT, machine, write
+from benchmarks.mesh_models import (
+    SHAPES,
+    Stage,
+    batch,
+    cp_context,
+    loss_context,
+    model,
+    stage_parallel,
+    tensor_parallel,
+)
+from benchmarks.page import table
+from benchmarks.published import GPUS
+from fxshard.cost.hardware import Hardware
+from fxshard.plans.plan import Plan
+
+PAGE, RECORD = ROOT / "docs" / "scale-meshes.md", RESULTS / "mesh_page.json"
+GIB, LENGTH, LONG = 2**30, 8192, 65_536
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+CHECKPOINTS = {"8B": "selective", "70B": "full", "405B": "full"}
+# The H100 of torchtitan's own measurements: 94 GB, slower memory.
+TITAN = dataclasses.replace(GPUS["H100, 2.4 TB/s"], memory_bytes=94 * 10**9)
+Mesh = dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row: `size` sequences of `length` tokens for each data-parallel rank."""
+
+    mesh: Mesh
+    size: int
+    length: int = LENGTH
+
+
+def _rows(gpus: int, *others: Row) -> list[Row]:
+    """FSDP with tensor parallelism over 1 to 8 GPUs, one sequence for each GPU; and `others`."""
+    plain = [Row({"dp_shard": gpus}, 1)]
+    return [*plain, *(Row({"dp_shard": gpus // n, "tp": n}, n) for n in (2, 4, 8)), *others]
+
+
+ROWS = {
+    "8B": _rows(
+        64,
+        Row({"dp_replicate": 8, "dp_shard": 8}, 1),
+        Row({"dp_replicate": 4, "dp_shard": 2, "tp": 8}, 8),
+        Row({"dp_shard": 64}, 1, LONG),
+        Row({"dp_shard": 32, "cp": 2}, 1, LONG),
+        Row({"dp_shard": 8, "cp": 8}, 1, LONG),
+        Row({"dp_shard": 4, "cp": 2, "tp": 8}, 1, LONG),
+        Row({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 8}, 1, LONG),
+    ),
+    "70B": _rows(
+        256,
+        Row({"dp_replicate": 8, "dp_shard": 4, "tp": 8}, 8),
+        Row({"dp_replicate": 2, "dp_shard": 16, "tp": 8}, 8),
+    ),
+    "405B": _rows(
+        512,
+        Row({"dp_replicate": 2, "dp_shard": 32, "tp": 8}, 8),
+        Row({"dp_shard": 256, "tp": 8}, 8),
+    ),
+}
+STAGES, STAGE_LAYERS, MICRO_BATCHES = 8, 16, 32
+
+
+def planned(name: str, row: Row) -> Plan:
+    """The plan of a row."""
+    parts = batch(row.size, row.length)
+    more: dict[str, Any] = {}
+    if "tp" in row.mesh:
+        more |= {"parallelize": tensor_parallel, "context": loss_context}
+    if "cp" in row.mesh:
+        more["context"] = cp_context(parts)
+    if "dp_replicate" in row.mesh:
+        more["strategy"] = "hybrid_shard"
+    return fxshard.plan(
+        *(model(SHAPES[name], row.length), parts),
+        mesh=row.mesh,
+        checkpoint=CHECKPOINTS[name],
+        optimizer=torch.optim.AdamW,
+        mixed_precision=BF16,
+        device="cuda",
+        **more,
+    )
+
+
+def cell(plan: Plan, row: Row, hardware: Hardware | str = "h100") -> dict[str, Any]:
+    """What is known of a plan, as JSON."""
+    estimate = plan.estimate(hardware)
+    gpus = math.prod(row.mesh.values())
+    samples = row.size * gpus // math.prod(row.mesh.get(name, 1) for name in ("tp", "cp"))
+    sent = estimate.traffic()
+    return {
+        "mesh": row.mesh,
+        "gpus": gpus,
+        "size": row.size,
+        "length": row.length,
+        "peak_bytes": plan.memory.peak_bytes,
+        "node_bytes": sum(each.link_bytes for each in sent.values()),
+        "network_bytes": sum(each.network_bytes for each in sent.values()),
+        "collectives": sum(each.collectives for each in sent.values()),
+        "step_seconds": estimate.step_seconds,
+        "exposed_seconds": estimate.exposed_communication_seconds,
+        "mfu": estimate.mfu,
+        "tokens": samples * row.length / estimate.step_seconds / gpus,
+    }
+
+
+def stage(in_flight: int) -> dict[str, Any]:
+    """A stage in the middle of a pipeline of 405B: 8 x 8 GPUs, 1F1B."""
+    shape = SHAPES["405B"]
+    with torch.device("meta"):
+        blocks = Stage(shape, STAGE_LAYERS, LENGTH)
+        part = torch.zeros(1, LENGTH // 8, shape.dim, dtype=torch.bfloat16, requires_grad=True)
+    plan = fxshard.plan(
+        *(blocks, (part,)),
+        mesh={"dp_shard": 8, "tp": 8},
+        parallelize=stage_parallel,
+        pipeline_stage=True,
+        micro_batches=MICRO_BATCHES,
+        in_flight=in_flight,
+        checkpoint="full",
+        optimizer=torch.optim.AdamW,
+        mixed_precision=BF16,
+        device="cuda",
+    )
+    return {"in_flight": in_flight, "peak_bytes": plan.memory.peak_bytes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A configuration of torchtitan's, and what was measured with it."""
+
+    model: str
+    row: Row
+    said: str
+    source: str
+
+
+PUBLISHED = {
+    "405B on 128": Published(
+        "405B",
+        Row({"dp_shard": 16, "tp": 8}, 2),
+        "109 tokens/s, 29.0% MFU",
+        "bf16, not compiled: torchtitan, docs/performance.md, a later version, with Llama 3.1",
+    ),
+    "405B on 512": Published(
+        "405B",
+        Row({"dp_shard": 128, "tp": 4}, 2),
+        "152 tokens/s",
+        "bf16, compiled; the batch is our assumption: pytorch.org blog, 2024-11-25 (1580429)",
+    ),
+    "70B on 256": Published(
+        "70B",
+        Row({"dp_shard": 32, "tp": 8}, 16),
+        "829 tokens/s, 71.9 GiB",
+        "float8 and compiled, ours is bf16: benchmarks/llama3_h100_202412_torchtitan.md (31a17bf)",
+    ),
+}
+TUNED = {"405B on 128": (1, 2, 4), "70B on 256": (2, 8, 16)}  # batches of a data-parallel rank
+
+
+def tuned(name: str) -> dict[str, Any]:
+    """What `tune` chooses for the GPUs of a published configuration."""
+    published = PUBLISHED[name]
+    began = time.process_time()
+    found = fxshard.tune(
+        *(model(SHAPES[published.model], LENGTH), batch(1, LENGTH)),
+        mesh="auto",
+        world_size=math.prod(published.row.mesh.values()),
+        parallelize=tensor_parallel,
+        context=loss_context,
+        hardware=TITAN,
+        batches=TUNED[name],
+        space={"strategy": ["full_shard"], "forward_prefetch": [1], "offload": [None]},
+        plans=3,
+        checkpoint="full",
+        mixed_precision=BF16,
+        optimizer=torch.optim.AdamW,
+        device="cuda",
+    )
+    best = found.best
+    assert best.plan is not None and best.batch is not None
+    return {
+        "table": found.table(rows=6),
+        "cpu_seconds": round(time.process_time() - began),
+        "planned": found.planned,
+        **cell(best.plan, Row(best.mesh, best.batch), TITAN),
+    }
+
+
+PARTS = (*ROWS, "stages", "published", *TUNED)
+
+
+def measure(parts: Sequence[str], say: Callable[[str], None]) -> None:
+    """Plan some parts; what was planned of others stays."""
+    result: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for name in parts:
+        began, made = time.process_time(), list[dict[str, Any]]()
+        if name in TUNED:
+            result[name] = tuned(name)
+        elif name == "stages":
+            result[name] = [stage(STAGES - number) for number in (1, 3, 6)]
+        elif name == "published":
+            result[name] = {
+                key: cell(planned(each.model, each.row), each.row, TITAN)
+                for key, each in PUBLISHED.items()
+            }
+        else:
+            for row in ROWS[name]:
+                made.append(cell(planned(name, row), row))
+                say(f"{name} {row.mesh}")
+            result[name] = made
+        result.setdefault("cpu_seconds", {})[name] = round(time.process_time() - began)
+        result["machine"] = machine()
+        write(RECORD, result)
+        say(name)
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """``dp_shard 8 x tp 8``."""
+    return " x ".join(f"{name} {size}" for name, size in mesh.items())
+
+
+def line(each: dict[str, Any], memory: int) -> dict[str, str]:
+    """A row of a table."""
+    fits = each["peak_bytes"] <= memory
+    times = {
+        "step, s": f"{each['step_seconds']:.2f}",
+        "exposed, s": f"{each['exposed_seconds']:.2f}",
+        "MFU": f"{each['mfu']:.1%}",
+        "tokens/s, GPU": f"{each['tokens']:,.0f}",
+    }
+    return {
+        "mesh": mesh_text(each["mesh"]),
+        "sequences": f"{each['size']} of {each['length']:,}",
+        "peak, GiB": f"{each['peak_bytes'] / GIB:,.2f}" + ("" if fits else " (too much)"),
+        "node, GiB": f"{each['node_bytes'] / GIB:,.1f}",
+        "network, GiB": f"{each['network_bytes'] / GIB:,.1f}",
+        **(times if fits else dict.fromkeys(times, "-")),
+    }
+
+
+HEAD = """# Meshes of two to four dimensions, on paper
+
+Written by `python -m benchmarks.mesh_page`; do not edit. {date}: {machine} ({cpu}),
+Python {python}, torch {torch}. CPU seconds of each part: {seconds}.
+
+Llama 3 as torchtitan cuts it (sequence and loss parallelism on `tp`, ring attention on `cp`), on
+meta tensors, planned by `fxshard.plan(model, batch, mesh=..., parallelize=..., context=...)` in one
+process without a process group ([tensor-parallel.md](tensor-parallel.md)). **Nothing on this page
+ran on a GPU.** Bytes, collectives and what they move are read off the program; seconds are those of
+a model ([cost.md](cost.md)), which is optimistic, on H100s in nodes of 8 with a network card each.
+bf16 parameters and compute, gradients reduced in fp32, AdamW on fp32 shards; checkpoints are
+"selective" for 8B and "full" for the others.
+
+`sequences` are those of a data-parallel rank in a step (with `cp`, all its ranks have parts of
+them); without `cp` there is one of 8,192 tokens for each GPU, whatever the mesh. `node` and
+`network`: what a rank sends in a step. `exposed`: what the compute stream stands still for
+communication. `too much`: more than 80 GB, before what CUDA and NCCL take."""
+
+WHAT = """What the tables say:
+
+- **Tensor parallelism costs time wherever the batch can be split instead**: it sends activations in
+  each layer, and the products that need them wait.
+- **It is what makes models fit**: parameters that are gathered, and logits, are cut as well. Where
+  `dp_shard` alone is too much, the row with the fewest ranks of `tp` that fits is the fastest.
+- **`cp` cuts what a long sequence keeps alive** by its ranks, and sends keys and values instead of
+  activations: less than `tp` of as many ranks."""
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page."""
+    seconds = ", ".join(f"{name} {spent}" for name, spent in result["cpu_seconds"].items())
+    parts = [HEAD.format(**result["machine"], seconds=seconds)]
+    for name in ROWS:
+        if name in result:
+            rows = [line(each, 80 * 10**9) for each in result[name]]
+            gpus = sorted({each["gpus"] for each in result[name]})
+            parts += [f"## Llama 3 {name} on {' and '.join(f'{n:,}' for n in gpus)} GPUs"]
+            parts.append(table(rows))
+    if "stages" in result:
+        bubble = (STAGES - 1) / (MICRO_BATCHES + STAGES - 1)
+        parts += [
+            "## A stage of a pipeline",
+            f"405B on 512 GPUs as `pp {STAGES} x dp_shard 8 x tp 8`: a stage in the middle holds "
+            f"{STAGE_LAYERS} layers, and is planned alone, with `pipeline_stage=True`, "
+            f"`micro_batches={MICRO_BATCHES}` of one sequence, and the forwards that 1F1B runs "
+            f"ahead. Times of schedules are not estimated; of {MICRO_BATCHES} micro-batches in "
+            f"{STAGES} stages, 1F1B stands still {bubble:.0%} of a step.",
+            table(
+                {
+                    "stage": f"{STAGES - each['in_flight'] + 1} of {STAGES}",
+                    "in flight": each["in_flight"],
+                    "peak, GiB": f"{each['peak_bytes'] / GIB:,.2f}",
+                }
+                for each in result["stages"]
+            ),
+        ]
+    if "published" in result:
+        parts += _against(result)
+    parts += [NOT]
+    return "\n\n".join(parts) + "\n"
+
+
+NOT = """## What is not planned
+
+- **Experts on ranks of their own** (`ep`, DeepSeek-V3): how many tokens go where depends on the
+  data, and parameters on several dimensions beside data parallelism are refused
+  ([tensor-parallel.md](tensor-parallel.md#what-is-refused)).
+- **Schedules of a pipeline**: stages are planned one by one, their memory and not their time.
+- **Context parallelism in `tune(mesh="auto")`**: give its mesh."""
+
+
+def _against(result: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, each in PUBLISHED.items():
+        ours = result["published"][name]
+        rows.append(
+            {
+                "": f"Llama 3.1 {name} GPUs",
+                "their mesh": mesh_text(each.row.mesh),
+                "batch": each.row.size,
+                "measured, a GPU": each.said,
+                "our estimate": f"{ours['tokens']:,.0f} tokens/s, {ours['mfu']:.1%} MFU",
+                "our peak, GiB": f"{ours['peak_bytes'] / GIB:,.1f}",
+            }
+        )
+    parts = [
+        "## Beside torchtitan's configurations",
+        "Their H100s have 94 GB of memory at 2.4 TB/s and 400 Gb/s for each GPU, and so has the "
+        "model here. Measured figures were read on 2026-11-25.",
+        table(rows),
+        "\n".join(f"- {name}: {each.source}." for name, each in PUBLISHED.items()),
+    ]
+    for name in TUNED:
+        if name not in result:
+            continue
+        best = result[name]
+        parts += [
+            f"`fxshard.tune(mesh='auto', world_size={best['gpus']}, batches={list(TUNED[name])}, "
+            f"checkpoint='full', plans=3)` chooses **{mesh_text(best['mesh'])}, batch "
+            f"{best['size']}** for {name} GPUs: {best['tokens']:,.0f} tokens/s for each GPU, "
+            f"{best['mfu']:.1%} MFU, {best['peak_bytes'] / GIB:,.1f} GiB "
+            f"({best['planned']} plans, {best['cpu_seconds']} CPU seconds):",
+            f"```\n{best['table']}\n```",
+        ]
+    return parts
+
+
+def main() -> int:
+    """Plan unless told not to, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="plan these alone")
+    chosen = parser.parse_args()
+    if not chosen.page:
+
+        def say(what: str) -> None:
+            print(f"{time.process_time():6.0f} CPU-s  {what}", flush=True)
+
+        measure(chosen.only or PARTS, say)
+    PAGE.write_text(page(json.loads(RECORD.read_text())))
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
