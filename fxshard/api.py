@@ -40,7 +40,7 @@ from fxshard.planner.budget import planned, within_budget
 from fxshard.planner.on_mesh import EXAMPLE as MESH_EXAMPLE
 from fxshard.planner.on_mesh import OnMesh, on_mesh
 from fxshard.planner.result import Tuning
-from fxshard.planner.shapes import tuned_over_shapes
+from fxshard.planner.shapes import ranks_together, tuned_over_shapes
 from fxshard.planner.tune import PLANS, tuned
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, example
@@ -626,8 +626,7 @@ def tune(
             shapes = module, config, world_size, parallelize, context, chosen, limit
             return tuned_over_shapes(step, *shapes, **given)
         there = _there(module, config, world_size, mesh, parallelize, context)
-        ranks = math.prod(grid(there.world_size, there.config))
-        together = 1 if mesh is None else math.prod(mesh.values()) // ranks
+        together = 1 if mesh is None else ranks_together(mesh, there)
         work = step(there)
         with work.around():
             return tuned(work, chosen, limit, **given, together=together)

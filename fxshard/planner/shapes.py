@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from fxshard.bytesize import is_count
 from fxshard.config.checked import Config
+from fxshard.config.world_size import grid
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import CaptureError, ConfigError, UnitError
 from fxshard.ir.splitting import placed
@@ -20,6 +22,7 @@ from fxshard.planner.search import first_line
 from fxshard.planner.space import Candidate, given_space
 from fxshard.planner.tune import Progress, Tuner, found_by
 from fxshard.plans.workload import Workload
+from fxshard.runtime.world.mesh import CONTEXTS
 
 TP = "tp"
 
@@ -79,6 +82,21 @@ def tuned_over_shapes(
             if len(others) == len(sizes):
                 raise
     return found_by(tuners, others)
+
+
+def ranks_together(mesh: Mapping[str, int], there: OnMesh) -> int:
+    """How many ranks compute a sample together on a mesh that is given, by tensor parallelism.
+
+    Raises:
+        ConfigError: on more dimensions than "tp" they do.
+    """
+    together = math.prod(mesh.values()) // math.prod(grid(there.world_size, there.config))
+    if CONTEXTS in mesh or together != mesh.get(TP, 1):
+        raise ConfigError(
+            f"fxshard.tune with mesh={dict(mesh)!r}: besides data parallelism it knows {TP!r}. "
+            f"Call the dimension of tensor parallelism so, and plan others with fxshard.plan."
+        )
+    return together
 
 
 def _sizes(asked: Any, world_size: int, hardware: Hardware) -> list[int]:

@@ -48,3 +48,26 @@ def test_a_mesh_forgets_its_groups() -> None:
         process_groups.forget_groups(mesh["a"])
     gc.collect()
     assert group() is None, "something else refers to the groups of a mesh"
+
+
+def test_fake_ranks_are_the_same_ones_in_each_block() -> None:
+    ranks = process_groups.FakeRanks(1, 4)
+    with ranks.there(), ranks.there():
+        assert (dist.get_rank(), dist.get_world_size()) == (1, 4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        group = mesh.get_group("b")
+        local = DTensor.from_local(torch.ones(2), mesh["b"], [Replicate()])
+    assert not dist.is_initialized() and not ranks.inside
+    with process_groups.fake_process_group(0, 2):
+        init_device_mesh("cpu", (2,), mesh_dim_names=("b",))
+        with pytest.raises(RuntimeError, match="another process group"), ranks.there():
+            pass
+    with pytest.raises(KeyError), ranks.there():
+        assert mesh.get_group("b") is group and process_groups.called(group.group_name) is group
+        assert dist.get_process_group_ranks(group) == [0, 1]
+        assert (local + local).redistribute(mesh["b"], [Replicate()]).to_local().tolist() == [2, 2]
+        more = dist.new_group([0, 1])
+        raise KeyError
+    assert not dist.is_initialized()
+    with ranks.there():
+        assert process_groups.called(more.group_name) is more

@@ -39,9 +39,13 @@ class Layers(nn.Module):
         return x.square().sum()
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+def of_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     plan = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
+    parallelize_module(model, mesh, plan)
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    of_layers(model, mesh["tp"])
 
 
 def tuned(**options: Any) -> Tuning:
@@ -124,6 +128,14 @@ def test_sizes_that_are_asked_for() -> None:
         ({"world_size": None}, "give the number of GPUs"),
         ({"world_size": (2, 2)}, "give the number of GPUs"),
         ({"space": {"tp": [3]}}, "that divide world_size=4"),
+        (
+            {
+                "mesh": {"dp": 2, "model": 2},
+                "world_size": None,
+                "parallelize": lambda model, mesh: of_layers(model, mesh["model"]),
+            },
+            "Call the dimension",
+        ),
         ({"strategy": "hybrid_shard", "space": {"checkpoint": [None]}}, "is searched"),
     ],
 )
