@@ -34,6 +34,7 @@ GRID = {
     "recomputed": Job(cases.of_sequences, options={"checkpoint": "full"}),
     "transformers": Job(cases.of_transformers, model=cases.WithLogits),
     "accumulated": Job(micro_batches=3),
+    "block by block": Job(cases.of_sequences, model=functools.partial(Llama, layers=8), steps=2),
     "hybrid": Job(cases.of_sequences, shape=(2, 1, 2)),
     "hybrid, fully_shard": Job(cases.of_sequences, "fully_shard", shape=(1, 2, 2)),
     "tensors only": Job(cases.of_sequences, shape=(1, 4)),
