@@ -91,11 +91,21 @@ def on_mesh(
         config = placed(module, config)
         size = _world_size(data_parallel(made, configured_units(module, config)), dims, config)
 
+    inside = False
+
     @contextlib.contextmanager
     def around() -> Iterator[None]:
+        nonlocal inside
+        if inside:  # `loss_parallel` in itself would end with the inner one
+            yield
+            return
         require_alone(ranks)
         with ranks.there(), contextlib.nullcontext() if context is None else context(module, made):
-            yield
+            inside = True
+            try:
+                yield
+            finally:
+                inside = False
 
     return OnMesh(module, config, size, around)
 

@@ -1,6 +1,8 @@
 """fxshard.tune over shapes of the mesh: the best of all, and every shape's plan as it is alone."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -111,7 +113,17 @@ def test_a_shape_that_the_model_refuses_is_a_row() -> None:
 
 
 def test_a_mesh_that_is_given() -> None:
-    found = tuned(mesh={"dp": 2, "tp": 2}, world_size=None)
+    depth = 0
+
+    @contextlib.contextmanager
+    def context(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+        nonlocal depth
+        depth += 1
+        assert depth == 1  # `loss_parallel` cannot be in itself
+        yield
+        depth -= 1
+
+    found = tuned(mesh={"dp": 2, "tp": 2}, world_size=None, context=context)
     assert {trial.together for trial in found.trials} == {2}
     assert found.best.mesh == {"dp_shard": 2, "tp": 2}
 
