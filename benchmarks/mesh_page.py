@@ -299,7 +299,7 @@ WHAT = """## What the tables say
 - **It saves no memory by itself**: for as many sequences for each GPU the peak of 8B, with
   "selective", rises with `tp` from 32.5 to 50.9 GiB.
 - **`cp` cuts what a long sequence keeps alive** by its ranks: 250 GiB to 40 for 65,536 tokens in 8
-  parts. What goes round is hidden behind attention for the most part.
+  parts.
 - MFU counts attention in full, of which causal kernels compute half: with long sequences it may be
   above the 75% that matrix products reach here."""
 
@@ -323,7 +323,8 @@ def page(result: dict[str, Any]) -> str:
             f"{STAGE_LAYERS} layers, and is planned alone, with `pipeline_stage=True`, "
             f"`micro_batches={MICRO_BATCHES}` of one sequence, and the forwards that 1F1B runs "
             f"ahead. Times of schedules are not estimated; of {MICRO_BATCHES} micro-batches in "
-            f"{STAGES} stages, 1F1B stands still {bubble:.0%} of a step.",
+            f"{STAGES} stages, 1F1B stands still {bubble:.0%} of a step. No stage with tensor "
+            f"parallelism has been run beside its plan.",
             table(
                 {
                     "stage": f"{STAGES - each['in_flight'] + 1} of {STAGES}",
