@@ -296,8 +296,8 @@ WHAT = """## What the tables say
 - **Tensor parallelism costs time wherever the batch can be split instead**: it sends activations in
   each layer, and the products that read them wait. 8B takes 1.55 times as long with `tp 8` as by
   FSDP alone, for the same sequences.
-- **It saves no memory by itself**: for as many sequences for each GPU the peak of 8B, with
-  "selective", rises with `tp` from 32.5 to 50.9 GiB.
+- **Whether it saves memory depends on what the peak is made of**: with as many sequences for each
+  GPU, 405B needs 72.9 GiB by FSDP alone and 57.4 with `tp 4`; 8B, with "selective", 32.5 and 42.6.
 - **`cp` cuts what a long sequence keeps alive** by its ranks: 250 GiB to 40 for 65,536 tokens in 8
   parts.
 - MFU counts attention in full, of which causal kernels compute half: with long sequences it may be
