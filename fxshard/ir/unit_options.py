@@ -83,6 +83,19 @@ def checkpointed_modules(
     return {fqn: wanted for unit in units[1:] for fqn in unit.fqns}
 
 
+def offloading(model: nn.Module, config: Config) -> Config:
+    """`config` with the FQNs of the modules that ``offload_activations`` names, if it names some.
+
+    Raises:
+        UnitError: a pattern matches no module.
+    """
+    named: Any = config.offload_activations
+    if not isinstance(named, tuple):
+        return config
+    found = (fqn for key in named for fqn in modules_matching(model, key))
+    return config.changed({"offload_activations": tuple(sorted({*found}))})
+
+
 def _units_named(
     option: str, model: nn.Module, units: Sequence[Unit], index: Container[str], key: Any
 ) -> list[str]:
