@@ -342,6 +342,7 @@ def come_back(
         by_run.setdefault(group.returns, []).append((group, copies))
     runs = sorted(by_run)
     before = [backward.nodes[backward.starts[run]] for run in runs]
+    back: list[tuple[Saved, fx.Node]] = []
     launched: dict[int, list[tuple[list[fx.Node], tags.Meta]]] = {}
 
     def launch(at: int, end: Inserter) -> None:
@@ -352,8 +353,7 @@ def come_back(
             args = (copies, program.device)
             items = end.launch(ops.reload, args, bases, "back", tag)
             launched.setdefault(at, []).append(([*items, *copies], tag))
-            for saved, item in zip(group.saved, items, strict=True):
-                replace(program, saved, item, backward)
+            back.extend(zip(group.saved, items, strict=True))
 
     first = Inserter(program, backward.nodes[0].prev)
     for at in range(min(ahead, len(runs))):
@@ -365,6 +365,8 @@ def come_back(
         end.waits(launched[at])
         if ahead and at + ahead < len(runs):
             launch(at + ahead, end)
+    for saved, item in back:  # after the waits: what is read first may be a view
+        replace(program, saved, item, backward)
 
 
 class Inserter:
@@ -453,6 +455,7 @@ def replace(program: Program, saved: Saved, item: fx.Node, backward: Runs) -> No
                 for view in chain:
                     made[run] = view_of(program, view, made[run], reader)
             reader.replace_input_with(alias, made[run])
+            program.refresh_views(made[run], tags.storage_ids(alias))
 
 
 def view_of(program: Program, view: fx.Node, source: fx.Node, reader: fx.Node) -> fx.Node:
