@@ -579,6 +579,9 @@ def _launch(row: fx.Node, envs: list[dict[fx.Node, Any]]) -> _Launched:
 
 
 def _ruin(tensor: Tensor) -> None:
+    if tensor.dtype is torch.bool:
+        tensor.fill_(True)
+        return
     tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 
