@@ -101,7 +101,8 @@ def _few_wait(
     launches = _launches(program, ops.reload)
     uses: dict[fx.Node, int] = {}
     for launch in launches:
-        readers = walk.alias_readers(program, launch)
+        users = walk.alias_readers(program, launch)
+        readers = [user for user in users if not walk.is_item_of(user, launch)]
         if not readers:
             _fail(program, launch, "brings back what nothing reads.")
         uses[launch] = min(order[reader] for reader in readers)
