@@ -100,7 +100,8 @@ ORDER = (
     *(f"({name})" if name in _CHUNKS else name for name in STEM),
     *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
     *("(insert-step)", "(async-tensor-parallel)", "(launch-collectives)"),
-    *("(offload-activations)", "(reinplace)", "insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
+    *("(offload-activations)", "(reinplace)", "insert-free", "annotate-streams"),
+    *("outline-regions", "(compile-regions)"),
 )
 
 Pipeline: TypeAlias = Sequence[Pass]  # in the order in which they run

@@ -261,7 +261,8 @@ def _reload(empty: Empty, tensors: list[Tensor], device: torch.device) -> list[T
 
 def _laid_out(empty: Empty, dense: Tensor, device: torch.device) -> Tensor:
     """As ``torch.empty_like`` does, with the dimensions of a dense tensor in their order."""
-    order = sorted(range(dense.dim()), key=lambda dim: (-dense.stride(dim), dim))
+    strides = dense.stride()
+    order = sorted(range(dense.dim()), key=lambda dim: (-strides[dim], dim))
     made = empty(dense, [dense.shape[dim] for dim in order], device=device)
     if order == sorted(order):
         return made

@@ -57,9 +57,7 @@ def test_bitwise_with_fsdp2(ranks: Any, name: str, option: str) -> None:
 def joined(rank: int, world_size: int) -> None:
     case = MODELS["mlp13"]
     torch.manual_seed(0)
-    ours = fsdp2.run_steps(
-        fxshard.compile(case.build(), units=case.units, **EVERYTHING), case, 3
-    )
+    ours = fsdp2.run_steps(fxshard.compile(case.build(), units=case.units, **EVERYTHING), case, 3)
     theirs = fsdp2.train_single(case, 3, world_size)
     for mine, its in zip(ours.grads, theirs.grads, strict=True):
         torch.testing.assert_close(mine, its)
