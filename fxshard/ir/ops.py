@@ -524,7 +524,7 @@ reload: Any = define(
         "reload(Tensor[] tensors, Device device) -> Tensor[]",
         fake=_reload,
         stream="load",
-        event="b",
+        event="e",
         category="ACTIVATION",
         of_activations=True,
         over="host",

@@ -162,6 +162,17 @@ def test_saved_bytes_by_hand() -> None:
     assert "CPU" in plan.memory.table(depth=1)
 
 
+def test_the_schedule_shows_what_leaves_and_what_is_freed() -> None:
+    rows = [line.split() for line in planned(**EVERYTHING).dump().splitlines()]
+    mine = [r for r in rows if "layers.1" in r and {"offload", "reload", "transfer"} & {*r}]
+    forward, backward = ["offload", "wait"], ["reload", "wait"]
+    assert [row[:2] for row in mine] == [
+        *(["forward", each] for each in forward),
+        *(["backward", each] for each in backward),
+    ]
+    assert mine[1][-2] == f"{40 * ROWS / 2**20:.3f}"  # freed
+
+
 def test_with_checkpoints_the_inputs_of_blocks_leave() -> None:
     plan = planned(checkpoint="full", **EVERYTHING)
     assert plan.memory.host_peak_bytes == 2 * 8 * ROWS
