@@ -1,5 +1,7 @@
 """Saved activations on the CPU from forward to backward: numbers, bytes, and what stays."""
 
+import contextlib
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ import fxshard
 from fxshard.errors import ConfigError, UnitError
 from fxshard.ir import ops, tags
 from fxshard.memory.category import Category
+from fxshard.passes.offload_activations import OffloadActivations
 from tests import fsdp2
 from tests.zoo import MODELS
 
@@ -26,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "all_on_cpu": {"offload": CPUOffloadPolicy(pin_memory=False)},
     "far_ahead": {"forward_prefetch": 2, "backward_prefetch": "post"},
+    "may_differ": {"ranks_may_differ": True},
 }
 
 
@@ -62,6 +66,29 @@ def joined(rank: int, world_size: int) -> None:
     for mine, its in zip(ours.grads, theirs.grads, strict=True):
         torch.testing.assert_close(mine, its)
     torch.testing.assert_close(ours.params, theirs.params)
+
+
+def accumulated(rank: int, world_size: int) -> None:
+    """Micro-batches, of which the last is reduced."""
+    torch.manual_seed(0)
+    eager = Layers()
+    model: Any = fxshard.compile(copy.deepcopy(eager), units=["layers.*"], **EVERYTHING)
+    for number in range(3):
+        batches = [torch.randn(4, 8, generator=seeded(r, number)) for r in range(world_size)]
+        with model.no_sync() if number < 2 else contextlib.nullcontext():
+            model(batches[rank]).square().mean().backward()
+        eager(torch.cat(batches)).square().mean().backward()
+    for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(fsdp2.full(mine.grad), its.grad)
+    assert on_cpu(model.plan)
+
+
+def seeded(rank: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(10 * number + rank)
+
+
+def test_accumulation(ranks: Any) -> None:
+    ranks(2).run(accumulated)
 
 
 def test_eager_on_the_joined_batch(ranks: Any) -> None:
@@ -274,6 +301,48 @@ def test_a_graph_that_is_retained_brings_them_back_again() -> None:
         loss.backward()
     for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(fsdp2.full(mine.grad), its.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 9])
+def test_further_ahead(ahead: int) -> None:
+    def passes(default: list[Any]) -> list[Any]:
+        mine = OffloadActivations(2**30, ahead)
+        return [mine if step.name == mine.name else step for step in default]
+
+    options: dict[str, Any] = {"units": ["layers.*"], "passes": passes, **EVERYTHING}
+    result = fxshard.validate(Layers(), (X,), world_size=2, **options)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+    torch.manual_seed(0)
+    eager = Layers()
+    model = fxshard.compile(copy.deepcopy(eager), world_size=2, **options)
+    for each in (eager, model):
+        each(X).square().mean().backward()
+    for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(fsdp2.full(mine.grad), its.grad)  # type: ignore[arg-type]
+
+
+class Two(Layers):
+    """Two outputs, of which a loss may take one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        half = self.layers[1](self.layers[0](x))
+        return half.sqrt().nan_to_num(), self.layers[3](self.layers[2](half))
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_loss_of_one_output(taken: int) -> None:
+    torch.manual_seed(0)
+    eager = Two()
+    options: dict[str, Any] = {"units": ["layers.*"], "world_size": 2, **EVERYTHING}
+    model = fxshard.compile(copy.deepcopy(eager), **options)
+    for each in (eager, model):
+        sum(out.sum() for out in each(X)).backward()
+        each.zero_grad()
+        each(X)[taken].square().mean().backward()
+    for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+        assert (mine.grad is None) == (its.grad is None)
+        if its.grad is not None:
+            torch.testing.assert_close(fsdp2.full(mine.grad), its.grad)  # type: ignore[arg-type]
 
 
 def test_open_sizes() -> None:
