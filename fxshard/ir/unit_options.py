@@ -9,7 +9,7 @@ from torch import nn
 
 from fxshard.config.checked import Config
 from fxshard.config.options import KEEPING
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, UnitError
 from fxshard.ir.names import modules_matching
 from fxshard.ir.units import Unit, index_of
 
@@ -92,8 +92,11 @@ def offloading(model: nn.Module, config: Config) -> Config:
     named: Any = config.offload_activations
     if not isinstance(named, tuple):
         return config
-    found = (fqn for key in named for fqn in modules_matching(model, key))
-    return config.changed({"offload_activations": tuple(sorted({*found}))})
+    try:
+        found = {fqn for key in named for fqn in modules_matching(model, key)}
+    except UnitError as error:
+        raise UnitError(str(error).replace("units", "offload_activations", 1)) from None
+    return config.changed({"offload_activations": tuple(sorted(found))})
 
 
 def _units_named(

@@ -173,7 +173,7 @@ def test_the_host_waits_once_per_step_at_most(setting: str, stalls: int) -> None
         assert len(seen) == stalls
 
 
-@pytest.mark.parametrize("setting", ["default", "recomputed"])
+@pytest.mark.parametrize("setting", ["default", "recomputed", "activations"])
 def test_no_race_of_tensor_parallelism(setting: str) -> None:
     with watched(LLAMA, SETTINGS[setting] | PARALLEL) as found:
         assert found.races() == 0, found.watch.races
