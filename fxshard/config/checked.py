@@ -307,6 +307,12 @@ class Config:
                     f"offload_activations={chosen!r}: bytes are >= 1; False offloads none."
                 )
             object.__setattr__(self, "offload_activations", parse_bytes(chosen))
+            if self.dynamic:
+                raise ConfigError(
+                    f"dynamic=... with offload_activations={chosen!r}: which activations are so "
+                    f"many bytes depends on the sizes, so that each gets a program. Name modules "
+                    f"instead, such as ['layers.*'], or leave one of the two out."
+                )
         elif isinstance(chosen, (list, tuple, set, frozenset)) and chosen:
             object.__setattr__(self, "offload_activations", tuple(chosen))
         else:
@@ -318,8 +324,13 @@ class Config:
 
     @property
     def opens_sizes(self) -> bool:
-        """True if programs may leave sizes open: none is compiled or cut into chunks."""
-        return self.dynamic is not False and self.backend != "inductor" and not self.chunk_loss
+        """True if programs may leave sizes open: none is compiled or made for one size."""
+        return self.dynamic is not False and self.backend != "inductor" and not self.of_one_size
+
+    @property
+    def of_one_size(self) -> bool:
+        """True if what a program does depends on its sizes: chunks, bytes that are offloaded."""
+        return bool(self.chunk_loss) or type(self.offload_activations) is int
 
     def _check_checkpoint(self) -> None:
         value: Any = self.checkpoint

@@ -147,9 +147,9 @@ class Options(TypedDict, total=False):
     forward, and back before backward needs them, on streams of their own (see
     `fxshard.passes.offload_activations` and docs/offload-activations.md). None, False: none. True:
     of each unit as many as are copied while others compute, by the times of an H100. Bytes, or text
-    such as "8GiB": at most so many of a call, those that forward makes first. Or a list of module
-    classes or FQN globs: what their backwards read. Beside `checkpoint`, those are the inputs of
-    what is checkpointed.
+    such as "8GiB": at most so many of a call, those that forward makes first; each size of a batch
+    then gets a program of its own. Or a list of module classes or FQN globs: what their backwards
+    read. Beside `checkpoint`, those are the inputs of what is checkpointed.
     """
 
     reduce_op: Literal["avg", "sum", "max", "min"]

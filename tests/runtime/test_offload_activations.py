@@ -349,8 +349,8 @@ def test_open_sizes() -> None:
     """One program for all sizes; its bytes are formulas."""
     torch.manual_seed(0)
     eager = Layers()
-    named = {"dynamic": {"rows": [("x", 0)]}}
-    model = fxshard.compile(Layers(), world_size=2, units=["layers.*"], **EVERYTHING, **named)
+    named: dict[str, Any] = {"dynamic": {"rows": [("x", 0)]}, "offload_activations": ["layers.*"]}
+    model = fxshard.compile(Layers(), world_size=2, units=["layers.*"], **named)
     model.load_state_dict(eager.state_dict())
     for rows in (64, 6, 17):
         x = torch.randn(rows, 8)
@@ -360,6 +360,21 @@ def test_open_sizes() -> None:
     for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(fsdp2.full(mine.grad), its.grad)  # type: ignore[arg-type]
     assert len(model._fxshard.variants) == 1 and on_cpu(model.plan)
+    formula = planned(**named).memory.formula()
+    for rows in (64, 100, 6):
+        told = planned(x=torch.ones(rows, 8), offload_activations=["layers.*"])
+        assert formula.at(rows=rows) == told.memory.peak_bytes
+
+
+def test_at_most_so_many_bytes_at_each_size() -> None:
+    model = fxshard.compile(
+        Layers(), world_size=2, units=["layers.*"], offload_activations=40 * ROWS
+    )
+    for rows in (64, 32, 128, 96, 80):
+        model(torch.ones(rows, 8)).sum().backward()
+        assert model.plan.memory.host_peak_bytes <= 40 * ROWS
+    plans = [planned(x=torch.ones(rows, 8), offload_activations=40 * ROWS) for rows in (32, 128)]
+    assert [plan.memory.host_peak_bytes for plan in plans] == [40 * ROWS, 0]
 
 
 def test_inference_saves_nothing() -> None:
@@ -386,6 +401,7 @@ def test_on_cuda_copies_are_pinned_and_on_streams() -> None:
         ({"offload_activations": 0}, "bytes are >= 1; False offloads none"),
         ({"offload_activations": 2.5}, "expected True, bytes such as '8GiB'"),
         ({"offload_activations": []}, "expected True, bytes such as '8GiB'"),
+        ({"offload_activations": "1GiB", "dynamic": {"n": [("x", 0)]}}, "Name modules instead"),
         ({"offload_activations": True, "pipeline_stage": True}, "Leave one of the two out"),
     ],
 )
@@ -395,7 +411,7 @@ def test_refusals(options: dict[str, Any], said: str) -> None:
 
 
 def test_a_name_of_nothing() -> None:
-    with pytest.raises(UnitError, match="^offload_activations: pattern .* matches no module"):
+    with pytest.raises(UnitError, match=r"^offload_activations: pattern .* matches no module"):
         planned(offload_activations=["blocks.*"])
 
 
