@@ -104,6 +104,22 @@ def test_in_process_equals_eager() -> None:
     fsdp2.assert_close(fsdp2.run_steps(model, case, 2), eager, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["convnet", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "convnet")],
+)
+def test_bitwise_as_without(name: str) -> None:
+    """Channels last, batch norm, dropout, tied weights."""
+    case, found = MODELS[name], []
+    for options in ({}, EVERYTHING):
+        torch.manual_seed(0)
+        made: dict[str, Any] = {"units": case.units, "world_size": 2, **options}
+        model = fxshard.compile(case.build(), **made)
+        found.append(fsdp2.run_steps(model, case, 2))
+    assert on_cpu(model.plan)
+    fsdp2.assert_bitwise(*found)
+
+
 # -- bytes -----------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
