@@ -320,6 +320,9 @@ class C10dWorld(AgreeingRank):
                 to.copy_(tensor, non_blocking=True)
         return made
 
+    def reload(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        return self.load(tensors, device, pair)
+
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         pin = tensors[0].device.type == "cuda"
         made = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
@@ -327,6 +330,9 @@ class C10dWorld(AgreeingRank):
             for to, tensor in zip(made, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
         return made
+
+    def offload(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        return self.store(tensors, pair)
 
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         flat = shards[0].new_empty(sum(shard.numel() for shard in shards), dtype=dtype)
@@ -367,8 +373,10 @@ class C10dWorld(AgreeingRank):
             for work in self._launched.get(pair, _Launch()).works:  # nothing, of what was kept
                 self.finish(work)
         self._launched.pop(pair, None)
-        if self.cuda is not None and tensors[0].device.type == "cpu":
-            self._stream("store").synchronize()  # the CPU reads the copies
+
+    def synchronize(self, stream: str) -> None:
+        if self.cuda is not None:
+            self._stream(stream).synchronize()
 
     def wait_event(self, stream: str, event: str) -> None:
         if self.cuda is not None:
