@@ -66,7 +66,12 @@ def does_nothing_twice(hook: Any) -> bool:
 @contextlib.contextmanager
 def while_tracing(model: nn.Module) -> Iterator[None]:
     """Everything that is changed in transformers while a model is traced."""
-    with _eager_attention_branch(), _without_cache(model), _without_checks():
+    with (
+        _eager_attention_branch(),
+        _without_cache(model),
+        _without_checks(),
+        _one_way_to_experts(),
+    ):
         yield
 
 
@@ -143,6 +148,33 @@ def _without_checks() -> Iterator[None]:
         del os.environ[CHECKS_OFF]
         if before is not None:
             os.environ[CHECKS_OFF] = before
+
+
+@contextlib.contextmanager
+def _one_way_to_experts() -> Iterator[None]:
+    """While tracing, let experts that get no tokens from any rank compute on no rows.
+
+    transformers asks how many rows have arrived, and lets the experts compute on a row of its own
+    where there are none, so that backward goes through them: in a graph it does anyway, and their
+    gradients are zeros both ways. (transformers/distributed/expert_parallel.py, ``AllToAllEP``)
+    """
+    library = sys.modules.get("transformers.distributed.expert_parallel")
+    kind: Any = getattr(library, "AllToAllEP", None)
+    if not all(hasattr(kind, name) for name in ("_dispatch_tokens", "_combine_tokens")):
+        yield
+        return
+
+    def call(self: Any, *args: torch.Tensor) -> torch.Tensor:
+        *rows, state = self._dispatch_tokens(*args)
+        combined: torch.Tensor = self._combine_tokens(self.experts_forward(*rows), state)
+        return combined
+
+    original = kind.__call__
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
 
 
 class _Forwards:

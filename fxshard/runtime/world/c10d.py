@@ -94,6 +94,11 @@ class Members:
         return [every[name.partition("@")[0]] for name in self.groups]
 
 
+def _among(some: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """True if the ranks of `some` are ranks of `mesh` too."""
+    return {*some.mesh.flatten().tolist()} <= {*mesh.mesh.flatten().tolist()}
+
+
 class C10dWorld:
     """Runs the collectives of a schedule on the process groups of a mesh.
 
@@ -150,13 +155,15 @@ class C10dWorld:
         everyone = [*own.groups]
         if beside is not None:
             self.groups[group_name(beside)] = beside.get_group()
-            everyone.append(group_name(beside))
+            if not _among(beside, mesh):
+                everyone.append(group_name(beside))
         if mesh.device_type == "cpu":
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dict[str, dist.ProcessGroup] = {}
         self.peers: dict[str, Peers] = {name: Peers(group) for name, group in self.groups.items()}
         self._everyone = [self.peers[name] for name in everyone]
-        ranks = mesh.size() * (1 if beside is None else beside.size())
+        outside = beside is not None and not _among(beside, mesh)
+        ranks = mesh.size() * (beside.size() if beside is not None and outside else 1)
         if len(self._everyone) > 1 and ranks == dist.get_world_size():
             self._everyone = [Peers(_default_group())]
             near = self.peers["shard" if sharded else "replicate"]

@@ -37,14 +37,15 @@ def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10
         mesh: of data parallelism alone.
 
     Raises:
-        ConfigError: parameters are on several meshes beside tensor parallelism.
+        ConfigError: a unit has a strategy of its own beside tensor parallelism.
     """
     beside = the_mesh([param for unit in units for param in unit.params])
-    if beside is not None and (several := meshes.of_units(units) - {""}):
+    by_strategy = sorted(meshes.of_units(units) & {meshes.SHARED, meshes.COPIED})
+    if beside is not None and by_strategy:
         raise ConfigError(
-            f"tensor parallelism with units or parameters on meshes of their own "
-            f"({', '.join(map(repr, sorted(several)))}): beside {group_name(beside)!r} all are "
-            f"sharded over one mesh, by one strategy. Leave one of the two out."
+            f"tensor parallelism with units of a strategy of their own "
+            f"({', '.join(map(repr, by_strategy))}): beside {group_name(beside)!r} one strategy "
+            f"is that of all. Leave one of the two out."
         )
     others = _other_meshes(mesh, config, units)
     check_reshard(units, mesh.size(mesh.ndim - 1), [members.grid for members in others])
