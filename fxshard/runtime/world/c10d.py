@@ -70,13 +70,15 @@ class Members:
     sharded: bool = True
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, name: str = "", *, sharded: bool = True) -> Members:
-        """The ranks of a mesh; `name`: see `layout.Grid`."""
+    def of(
+        cls, mesh: DeviceMesh, name: str = "", *, sharded: bool = True, batches: int = 0
+    ) -> Members:
+        """The ranks of a mesh; `name` and `batches`: see `layout.Grid`."""
         last = mesh.ndim - 1
         shards = mesh.size(last) if sharded else 1
         replicas = mesh.size(0) if mesh.ndim == 2 or not sharded else 1
         rank = mesh.get_local_rank(last) if sharded else 0
-        return cls(mesh, layout.Grid(shards, replicas, name), rank, sharded)
+        return cls(mesh, layout.Grid(shards, replicas, name, batches), rank, sharded)
 
     @property
     def groups(self) -> dict[str, dist.ProcessGroup]:

@@ -20,7 +20,7 @@ from fxshard.config.checked import Config
 from fxshard.config.world_size import grid
 from fxshard.errors import ConfigError, UnitError
 from fxshard.ir import meshes
-from fxshard.ir.tensor_parallel import group_name, the_mesh
+from fxshard.ir.tensor_parallel import EXPERTS, group_name, the_mesh
 from fxshard.ir.units import Unit, check_reshard
 from fxshard.runtime.world.c10d import C10dWorld, Members
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -58,10 +58,13 @@ def _other_meshes(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> 
     """The ranks of the meshes that parameters are on besides `mesh`; collective over it."""
     named, found = meshes.named(config), []
     flat: DeviceMesh | None = mesh if mesh.ndim == 1 else None
-    for name in sorted(meshes.of_units(units) - {""}):
+    used = sorted(meshes.of_units(units) - {""})
+    meshes.require_batches(config, used, mesh.size())
+    for name in used:
         if name in named:
             meshes.require_within(mesh, name, named[name])
-            found.append(Members.of(named[name], name))
+            batches = meshes.own_grid(config, name).batches
+            found.append(Members.of(named[name], name, batches=batches))
             continue
         flat = flat or _flattened(mesh)
         found.append(Members.of(flat, name, sharded=name == meshes.SHARED))
@@ -159,6 +162,8 @@ def _without_tensor_parallel(
     left = tuple(name for name in names if mesh[name] != beside)
     if len(left) == len(names):
         return _with_contexts(mesh)  # the data-parallel part
+    if group_name(beside) == EXPERTS:
+        return _joined_with(mesh, EXPERTS, 1 + config.hybrid)
     rest = _with_contexts(mesh[left])
     if rest.ndim != 1 + config.hybrid:
         dims = "two, replicate x shard" if config.hybrid else "one"
@@ -178,9 +183,20 @@ def _with_contexts(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if CONTEXTS not in names[1:]:
         return mesh
-    at = names.index(CONTEXTS)
+    return _joined_with(mesh, CONTEXTS)
+
+
+def _joined_with(mesh: DeviceMesh, name: str, dims: int | None = None) -> DeviceMesh:
+    """`mesh`, with its dimension `name` and the one before it as one.
+
+    Args:
+        dims: how many dimensions are left, up to that one; None: all.
+    """
+    names = mesh.mesh_dim_names or ()
+    at = names.index(name)
     both = flattened(mesh[names[at - 1 : at + 1]])
     rest = (*names[: at - 1], *(both.mesh_dim_names or ()), *names[at + 1 :])
+    rest = rest if dims is None else rest[at - dims : at]
     return both if len(rest) == 1 else root_of(mesh)[rest]
 
 
