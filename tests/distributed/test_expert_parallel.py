@@ -1,15 +1,23 @@
 """Rows that go to the ranks of their experts, as many as the data say, on real ranks."""
 
+import math
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fxshard
 from fxshard.ir import ops
+from tests.distributed import expert_parallel_cases as cases
+from tests.distributed.expert_parallel_cases import Job
 from tests.experts import WIDTH, Experts
+from tests.ranks import told
 
 ROWS = 16
 # step -> rank -> how many rows it sends to each rank
@@ -54,3 +62,111 @@ def compared(rank: int, world_size: int, how: str) -> tuple[float, int, int]:
 def test_bitwise_as_fsdp2_in_one_program(ranks: Any, how: str) -> None:
     """Three launches (the batch needs no gradient), of sizes that each step has anew."""
     assert ranks(2).run(compared, how) == [(0.0, 1, 3)] * 2
+
+
+# -- experts of frameworks' models, on a mesh of their own -------------------------------------
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+EQUAL = {
+    "torchtitan's form": Job(),
+    "transformers, four ranks": Job("qwen3_moe", "compile", (2, 2), starved=True),
+    "transformers, no experts elsewhere": Job("mixtral", "compile", ()),
+}
+GRID = {
+    "titan, starved": Job(starved=True),
+    "titan, compile": Job(how="compile"),
+    "titan, four ranks": Job(shape=(2, 2)),
+    "titan, four ranks, compile": Job(how="compile", shape=(2, 2)),
+    "titan, of four": Job(how="compile", shape=(1, 4)),
+    "titan, hybrid": Job(shape=(2, 1, 2)),
+    "titan, hybrid, compile": Job(how="compile", shape=(2, 1, 2)),
+    "titan, low precision": Job(shape=(2, 2), given={"mp_policy": LOW}),
+    "titan, recomputed": Job(how="compile", options={"checkpoint": "full"}),
+    "titan, unsharded between": Job(shape=(2, 2), given={"reshard_after_forward": False}),
+    "qwen3_moe": Job("qwen3_moe", starved=True),
+    "qwen3_moe, four ranks": Job("qwen3_moe", shape=(2, 2)),
+    "qwen3_moe, low precision": Job("qwen3_moe", shape=(2, 2), given={"mp_policy": LOW}),
+    "qwen3_moe, recomputed": Job("qwen3_moe", "compile", options={"checkpoint": "full"}),
+    "qwen3_moe, no experts elsewhere": Job("qwen3_moe", "compile", ()),
+    "mixtral": Job("mixtral"),
+    "mixtral, four ranks": Job("mixtral", "compile", shape=(2, 2)),
+}
+
+
+def ranks_of(job: Job) -> int:
+    return math.prod(job.shape) if job.shape else 2
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_bitwise_as_fsdp2_with_the_same_experts(ranks: Any, name: str) -> None:
+    job = EQUAL[name]
+    assert ranks(ranks_of(job)).run(cases.differing, job) == [({}, 2)] * ranks_of(
+        job
+    )  # and one of evaluation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRID)
+def test_bitwise_as_fsdp2_in_each_way(ranks: Any, name: str) -> None:
+    job = GRID[name]
+    assert ranks(ranks_of(job)).run(cases.differing, job) == [({}, 2)] * ranks_of(
+        job
+    )  # and one of evaluation
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(how="compile", dtype=torch.float64, steps=2),
+        pytest.param(Job("qwen3_moe", "compile", (2, 2), torch.float64), marks=pytest.mark.slow),
+        pytest.param(Job("mixtral", "compile", (2, 2), torch.float64), marks=pytest.mark.slow),
+    ],
+)
+def test_as_eager_on_the_batches_of_all_ranks(ranks: Any, job: Job) -> None:
+    assert max(ranks(ranks_of(job)).run(cases.from_eager, job)) < 1e-6
+
+
+def norms(rank: int, world_size: int, job: Job) -> tuple[float, float, float]:
+    """How far a norm, full parameters and a checkpoint that is read again are from the right."""
+    model = job.sharded()
+    model(cases.batch(rank, 0)).backward()
+    grads = [cases.full(param.grad) for param in model.parameters()]
+    wanted = torch.nn.utils.get_total_norm(grads)
+    norm = (model.clip_grad_norm_(0.5) - wanted).abs().item()
+    clipped = torch.nn.utils.get_total_norm([cases.full(p.grad) for p in model.parameters()])
+    state = model.full_state_dict()
+    known = {name: cases.full(param) for name, param in model.named_parameters()}
+    differ = [(state[name] - value).abs().max().item() for name, value in known.items()]
+    return norm, (clipped - 0.5).abs().item(), max(differ)
+
+
+def test_norms_and_full_states(ranks: Any) -> None:
+    for found in ranks(2).run(norms, Job(how="compile")):
+        assert max(found) < 1e-6
+
+
+REFUSED = {
+    "experts_alone": "ConfigError: experts on .* get the tokens of 2 ranks, .* world_size=2",
+    "nothing_before": r"ConfigError: .* on the dimension 'ep' of .* \(1, ranks\)",
+    "a_plan_of_others": "ConfigError: experts on .* get the tokens of 2 ranks, .* over 4",
+    "one_process": "UnitError: parameter 'layers.0.moe.experts.up' is a DTensor already",
+}
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    model, _ = Job().spread()
+    ids = cases.batch(rank, 0)
+    flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    alone = parallelize_module(cases.Net(), flat, {"layers.0.moe.experts": cases.ToRanks()})
+    return {
+        "experts_alone": told(lambda: fxshard.compile(model, mesh=Job().mesh["mod_ep"])),
+        "nothing_before": told(lambda: fxshard.compile(alone, mesh=flat)),
+        "a_plan_of_others": told(lambda: fxshard.plan(model, (ids,), world_size=4)),
+        "one_process": told(lambda: fxshard.compile(model)),
+    }
+
+
+def test_what_cannot_be_is_refused_by_name(ranks: Any) -> None:
+    for said in ranks(2).run(refused):
+        for name, text in REFUSED.items():
+            assert re.match(text, said[name]), (name, said[name])
