@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fxshard
+from fxshard._torch.process_groups import fake_process_group
 from fxshard.ir import ops
 from tests.distributed import expert_parallel_cases as cases
 from tests.distributed.expert_parallel_cases import Job
@@ -134,7 +135,7 @@ def norms(rank: int, world_size: int, job: Job) -> tuple[float, float, float]:
     wanted = torch.nn.utils.get_total_norm(grads)
     norm = (model.clip_grad_norm_(0.5) - wanted).abs().item()
     clipped = torch.nn.utils.get_total_norm([cases.full(p.grad) for p in model.parameters()])
-    state = model.full_state_dict()
+    state = model.full_state_dict(rank0_only=False)
     known = {name: cases.full(param) for name, param in model.named_parameters()}
     differ = [(state[name] - value).abs().max().item() for name, value in known.items()]
     return norm, (clipped - 0.5).abs().item(), max(differ)
@@ -147,22 +148,18 @@ def test_norms_and_full_states(ranks: Any) -> None:
 
 REFUSED = {
     "experts_alone": "ConfigError: experts on .* get the tokens of 2 ranks, .* world_size=2",
-    "nothing_before": r"ConfigError: .* on the dimension 'ep' of .* \(1, ranks\)",
     "a_plan_of_others": "ConfigError: experts on .* get the tokens of 2 ranks, .* over 4",
-    "one_process": "UnitError: parameter 'layers.0.moe.experts.up' is a DTensor already",
+    "no_mesh": "UnitError: parameter 'layers.0.moe.experts.up' is a DTensor already, .* give the",
 }
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
     model, _ = Job().spread()
     ids = cases.batch(rank, 0)
-    flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    alone = parallelize_module(cases.Net(), flat, {"layers.0.moe.experts": cases.ToRanks()})
     return {
         "experts_alone": told(lambda: fxshard.compile(model, mesh=Job().mesh["mod_ep"])),
-        "nothing_before": told(lambda: fxshard.compile(alone, mesh=flat)),
         "a_plan_of_others": told(lambda: fxshard.plan(model, (ids,), world_size=4)),
-        "one_process": told(lambda: fxshard.compile(model)),
+        "no_mesh": told(lambda: fxshard.compile(model)),
     }
 
 
@@ -170,3 +167,11 @@ def test_what_cannot_be_is_refused_by_name(ranks: Any) -> None:
     for said in ranks(2).run(refused):
         for name, text in REFUSED.items():
             assert re.match(text, said[name]), (name, said[name])
+
+
+def test_a_mesh_without_a_dimension_for_each_experts_ranks() -> None:
+    with fake_process_group(0, 4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        model = parallelize_module(cases.Net(), mesh, {"layers.0.moe.experts": cases.ToRanks()})
+        said = told(lambda: fxshard.compile(model, mesh=mesh))
+    assert re.match(r"ConfigError: .* on the dimension 'ep' of .*, \(1, ranks\), ", said), said

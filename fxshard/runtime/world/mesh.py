@@ -160,9 +160,10 @@ def _without_tensor_parallel(
         )
     names = mesh.mesh_dim_names or ()
     left = tuple(name for name in names if mesh[name] != beside)
-    if len(left) == len(names):
+    of_experts = group_name(beside) == EXPERTS
+    if len(left) == len(names) or (of_experts and names[0] == EXPERTS):
         return _with_contexts(mesh)  # the data-parallel part
-    if group_name(beside) == EXPERTS:
+    if of_experts:
         return _joined_with(mesh, EXPERTS, 1 + config.hybrid)
     rest = _with_contexts(mesh[left])
     if rest.ndim != 1 + config.hybrid:
