@@ -52,6 +52,16 @@ def brings_its_state(method: Callable[..., Any], args: Any, kwargs: dict[str, An
     return state is not None and not any(isinstance(each, DTensor) for each in state.values())
 
 
+def gathers_its_state(method: Callable[..., Any], model: Any) -> bool:
+    """Whether ``save_pretrained`` gathers what transformers itself has spread over ranks.
+
+    It asks torch for the full state of such a model, whatever its DTensors are spread over.
+    (transformers/distributed/mixin.py, ``gather_sharded_state_dict_for_save``)
+    """
+    spread = getattr(model, "_is_distributed_loading_by_transformers", False)
+    return method.__name__ == "save_pretrained" and bool(spread)
+
+
 def does_nothing_twice(hook: Any) -> bool:
     """True for the hook that gives outputs of embeddings a gradient.
 
