@@ -67,13 +67,14 @@ class ToRanks(ParallelStyle):
         for key, param in [*module.named_parameters(recurse=False)]:
             module.register_parameter(key, nn.Parameter(distribute_tensor(param, mesh, [Shard(0)])))
 
+    def _exchanged(self, counts: Tensor, group: Any) -> Tensor:
+        return collectives.wait_tensor(collectives.all_to_all_single(counts, None, None, group))
+
     def _send(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         rows, counts = inputs
         ranks, group = mesh.size(), mesh.get_group()
         with torch.no_grad():
-            arriving = collectives.wait_tensor(
-                collectives.all_to_all_single(counts, None, None, group)
-            ).view(ranks, -1)
+            arriving = self._exchanged(counts, group).view(ranks, -1)
             self.there = counts.view(ranks, -1).sum(1).tolist()
             self.here = arriving.sum(1).tolist()
         rows = collectives.all_to_all_single_autograd(rows, self.here, self.there, group)

@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.ir import ops
+from fxshard.validation.compare import compare
+from fxshard.validation.rehearsal import split_steps, tracked
 from tests.distributed import expert_parallel_cases as cases
 from tests.distributed.expert_parallel_cases import Job
 from tests.experts import WIDTH, Experts
@@ -175,3 +177,32 @@ def test_a_mesh_without_a_dimension_for_each_experts_ranks() -> None:
         model = parallelize_module(cases.Net(), mesh, {"layers.0.moe.experts": cases.ToRanks()})
         said = told(lambda: fxshard.compile(model, mesh=mesh))
     assert re.match(r"ConfigError: .* on the dimension 'ep' of .*, \(1, ranks\), ", said), said
+
+
+class Arriving(cases.ToRanks):
+    """How many rows come from each rank is said, as no other rank is there to say it."""
+
+    def _exchanged(self, counts: Tensor, group: Any) -> Tensor:
+        return counts * 0 + torch.tensor([5, 3, 4, 1])  # of two ranks, for this rank's two experts
+
+
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_bytes_are_exact_for_the_tokens_that_come(shape: tuple[int, int]) -> None:
+    """On a group that moves nothing: gloo's threads hold what was sent for a while."""
+    job = Job(shape=shape)
+    rows, ranks = cases.CHOSEN * cases.batch(0, 0).numel(), math.prod(shape)
+    with fake_process_group(0, ranks):
+        model = job.built()
+        for layer in model.layers:
+            weight = layer.moe.router.weight  # all go to the first rank's experts
+            torch.nn.init.zeros_(weight).requires_grad_(False)
+            parallelize_module(layer, job.mesh["ep"], {"moe.experts": Arriving()})
+        # rows that are sent to each rank, that come from each, and those of each expert
+        told = {"layers.*.moe.experts": [rows, 0, 5 + 3, 4 + 1, 5 + 4, 3 + 1]}
+        options: Any = {"optimizer": torch.optim.AdamW, "data_sizes": told}
+        call = (cases.batch(0, 0),)
+        plan = fxshard.plan(model, call, world_size=ranks, units=["layers.*"], **options)
+        found = compare(plan.memory, split_steps(tracked(plan.workload, 2), 2))
+        assert found.max_abs_difference == 0, found.table(only_different=True)
+        more = {"layers.*.moe.experts": [rows, 0, 16, 16, 16, 16]}
+        assert plan.replan(data_sizes=more).memory.peak_bytes > plan.memory.peak_bytes
