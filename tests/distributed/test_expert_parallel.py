@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,22 +130,30 @@ def test_as_eager_on_the_batches_of_all_ranks(ranks: Any, job: Job) -> None:
     assert max(ranks(ranks_of(job)).run(cases.from_eager, job)) < 1e-6
 
 
-def norms(rank: int, world_size: int, job: Job) -> tuple[float, float, float]:
-    """How far a norm, full parameters and a checkpoint that is read again are from the right."""
+def states(rank: int, world_size: int, job: Job, folder: str) -> tuple[float, float, float]:
+    """How far a norm, clipped gradients, and full and saved parameters are from the right."""
     model = job.sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(cases.batch(rank, 0)).backward()
     grads = [cases.full(param.grad) for param in model.parameters()]
     wanted = torch.nn.utils.get_total_norm(grads)
     norm = (model.clip_grad_norm_(0.5) - wanted).abs().item()
     clipped = torch.nn.utils.get_total_norm([cases.full(p.grad) for p in model.parameters()])
-    state = model.full_state_dict(rank0_only=False)
+    optimizer.step()
     known = {name: cases.full(param) for name, param in model.named_parameters()}
-    differ = [(state[name] - value).abs().max().item() for name, value in known.items()]
+    found = [model.full_state_dict(rank0_only=False)]
+    fxshard.save_checkpoint(folder, model, optimizer)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    fxshard.load_checkpoint(folder, model, optimizer)
+    found.append({name: cases.full(param) for name, param in model.named_parameters()})
+    differ = [(each[n] - v).abs().max().item() for each in found for n, v in known.items()]
     return norm, (clipped - 0.5).abs().item(), max(differ)
 
 
-def test_norms_and_full_states(ranks: Any) -> None:
-    for found in ranks(2).run(norms, Job(how="compile")):
+def test_norms_full_states_and_checkpoints(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2).run(states, Job(how="compile"), str(tmp_path)):
         assert max(found) < 1e-6
 
 
