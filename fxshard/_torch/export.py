@@ -14,6 +14,7 @@ import torch
 import torch._decomp.decompositions as _decompositions
 import torch._functorch._aot_autograd.collect_metadata_analysis as _analysis
 import torch._functorch._aot_autograd.descriptors as _desc
+import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
@@ -99,7 +100,7 @@ def _tangents_alone() -> Iterator[None]:
     """Trace gradients of outputs as autograd passes them: dense, in storages of their own.
 
     Torch traces them with the strides and storage of the outputs, also where these are views of a
-    larger tensor.
+    larger tensor; or, in torch 2.11, with those of contiguous tensors.
     (torch/_functorch/_aot_autograd/collect_metadata_analysis.py, ``traced_tangents``)
     """
     analysis: Any = _analysis
@@ -110,7 +111,8 @@ def _tangents_alone() -> Iterator[None]:
 
     analysis.coerce_tangent_and_suggest_memory_format = alone
     try:
-        yield
+        with functorch_config.patch(guess_tangent_strides_as_outputs=True):
+            yield
     finally:
         analysis.coerce_tangent_and_suggest_memory_format = coerced
 

@@ -99,7 +99,7 @@ class Remembered:
             if node.shape_env is not env or self._in_trace:
                 return plain(node, *others)
             mode = get_proxy_mode()
-            key = (name, mode, env._replacements_version_counter, *_terms(node))
+            key = (name, mode, _replaced(env), *_terms(node))
             for other in others:
                 key += _terms(other)
             found = nodes.get(key)
@@ -112,6 +112,12 @@ class Remembered:
             return found
 
         return operation
+
+
+def _replaced(env: Any) -> int:
+    """Another number after each change of what symbols stand for."""
+    counter = "_replacements_version_counter"  # not in torch 2.11; the other one counts more
+    return int(getattr(env, counter, env._version_counter))
 
 
 def _terms(value: Any) -> tuple[Any, ...]:

@@ -164,7 +164,7 @@ def _broadcast(full: Tensor, world: C10dWorld) -> None:
     if full.numel():
         sent = full.reshape(-1).view(torch.uint8)
         for name in _dims(world):
-            with world._explained(name):
+            with world.explained(name):
                 dist.broadcast(sent, group=world.groups[name], group_src=0)
 
 

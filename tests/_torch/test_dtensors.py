@@ -48,8 +48,8 @@ def test_what_is_inside_of_a_wrapper() -> None:
 
 
 def test_fsdp2_asks_for_what_is_gathered_by_these_names() -> None:
-    source = inspect.getsource(_fsdp_param)
-    assert f"hasattr(self._sharded_local_tensor, {dtensors.PRE!r})".replace("'", '"') in source
+    source = "".join(inspect.getsource(_fsdp_param).split())
+    assert f"hasattr(self._sharded_local_tensor,{dtensors.PRE!r})".replace("'", '"') in source
     assert f".{dtensors.POST}(" in source
 
 
@@ -129,7 +129,8 @@ def test_two_dimensions_of_a_mesh_are_joined_again() -> None:
         assert dtensors.group_id(mesh["tp"]) == mesh.get_group("tp").group_name
         flat = dtensors.flattened(mesh)
         assert flat.mesh_dim_names == ("dp_tp",) and flat.size() == 4
-        assert dtensors.flattened(mesh) == flat and dtensors.root_of(flat)["dp_tp"] == flat
+        assert dtensors.flattened(mesh) == flat
+        assert dtensors.root_of(flat)["dp_tp"].get_group() is flat.get_group()
         other = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
         with pytest.raises(RuntimeError):
             dtensors.joined(other, mesh["tp"])

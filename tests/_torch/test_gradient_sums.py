@@ -37,7 +37,8 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda h: h.sum() + h.sum(0).sum(),
     "slices": lambda h: h[:2].sin().sum() + h[1:].cos().sum() + h.sin().sum(),
     "views": lambda h: h.view(12).sin().sum() + h.t().cos().sum(),
-    "formula": lambda h: torch.logcumsumexp(h, 0) + torch.cumprod(h, 0) + h.std() + h.norm(),
+    "formula": lambda h: torch.logcumsumexp(h, 0) + h.std() + h.norm(),
+    "product": lambda h: torch.cumprod(h, 0) + h.sin(),
     "indexed": lambda h: h[torch.tensor([0, 2, 2])] + h[[1]],
     "gathered": lambda h: h.gather(0, torch.tensor([[0, 1, 2, 2]])) + h.sin(),
     "largest": lambda h: h.max(1)[0] + h.topk(2)[0].sum() + h.sort(0)[0].sum(),
@@ -45,6 +46,9 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "normalised, chosen": lambda h: (lambda t: t / t.sum(-1, keepdim=True))(h.topk(2)[0]),
     "several outputs": lambda h: torch.cat([part.sin() for part in h.split(1)]) + h,
 }
+
+# Whose gradient autograd computes by other operators where there is a mode.
+OTHER_FORMULA = ("product",) if torch.__version__.startswith("2.11.") else ()
 
 
 class Watch(TorchDispatchMode):
@@ -80,7 +84,8 @@ def test_the_engine_adds_in_place_where_nobody_else_holds_the_gradient(name: str
     with Watch() as watch:
         loss.backward()
     assert real and watch.seen == real
-    assert torch.equal(x.grad, grad)
+    assert torch.equal(x.grad, grad) == (name not in OTHER_FORMULA)
+    torch.testing.assert_close(x.grad, grad)
 
 
 def _is_outermost(event: Any) -> bool:
