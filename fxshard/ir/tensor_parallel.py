@@ -109,7 +109,7 @@ def group_name(mesh: DeviceMesh) -> str:
     return f"{name} (parallel)" if name in ("shard", "replicate") else name
 
 
-def is_sharded(param: nn.Parameter) -> bool:
+def is_sharded(param: Tensor) -> bool:
     """True if fxshard has sharded `param`."""
     return hasattr(param, PLACE)
 
