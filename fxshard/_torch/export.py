@@ -163,8 +163,13 @@ def _recurrent_as_in_eager() -> Iterator[None]:
             finals += final
         return output.transpose(0, 1) if batch_first else output, finals
 
+    def lstm(input: torch.Tensor, hidden: Any, *how: Any, **more: Any) -> Any:
+        output, finals = _decompositions.one_layer_lstm(input, hidden, *how, **more)
+        pairs = zip(finals, hidden, strict=True)  # torch 2.11 leaves them a dimension of 1
+        return output, tuple(h if h.dim() == of.dim() else h.squeeze(0) for h, of in pairs)
+
     def always_decomposed(*_: Any) -> Any:
-        return _decompositions.one_layer_lstm
+        return lstm
 
     _decompositions._rnn_helper = layers
     _decompositions.select_one_layer_lstm_function = always_decomposed

@@ -103,6 +103,7 @@ def gather_one_by_one() -> torch.library.Library:
         for output, part in zip(outputs, inputs, strict=True):
             for work in works:
                 work.wait()  # threads may end out of order, and the caller waits for one work only
+            part = part if part.dim() else part.view(1)  # gloo's takes no tensor without dimensions
             works = [members._allgather_base(output, part)]
         return works[0].boxed()
 

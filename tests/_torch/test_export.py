@@ -277,6 +277,9 @@ def gathers(rank: int, world_size: int) -> None:
     assert wholes[1].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     gathered = functional_collectives.all_gather_tensor(torch.full((1,), float(rank)), 0, group)
     assert gathered.tolist() == [0.0, 1.0]
+    numbers = torch.empty(2)
+    group.allgather_into_tensor_coalesced([numbers], [torch.tensor(float(rank))]).wait()
+    assert numbers.tolist() == [0.0, 1.0], "of tensors without dimensions"
 
 
 COALESCED_GATHER = 6  # c10d::OpType (torch/csrc/distributed/c10d/Work.hpp)

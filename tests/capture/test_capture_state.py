@@ -214,6 +214,20 @@ def test_states_of_an_lstm_in_buffers() -> None:
     assert_trains_like_eager(Stateful, batch())
 
 
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True, "proj_size": 3}], ids=["one", "four"]
+)
+def test_last_states_of_an_lstm_are_returned_as_eager_does(
+    options: dict[str, Any], size: int
+) -> None:
+    lstm = nn.LSTM(5, 6, batch_first=True, **options)
+    x = torch.randn(size, 3, 5)
+    output, states = lstm(x)
+    ours, theirs = fxshard.compile(lstm, world_size=1)(x), (output, *states)
+    assert_close((ours[0], *ours[1]), theirs)  # shapes too, which torch 2.11 traces otherwise
+
+
 RETURNED: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda old: old,
     "a view": lambda old: old[1:3],

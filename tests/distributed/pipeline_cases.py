@@ -284,7 +284,8 @@ def measure(
     with tracker:
         step()
         received = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-        buffers = [i.buffer for infos in received for i in infos if i.buffer is not None]
+        buffers = [getattr(info, "buffer", None) for infos in received for info in infos]
+        buffers = [buffer for buffer in buffers if buffer is not None]
         tracker.mark(buffers, Category.INPUTS)
         del buffers
         _watch(tracker, runs, stage)
