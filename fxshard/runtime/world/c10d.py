@@ -60,13 +60,15 @@ class Members:
     sharded: bool = True
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, name: str = "", *, sharded: bool = True) -> Members:
-        """The ranks of a mesh; `name`: see `layout.Grid`."""
+    def of(
+        cls, mesh: DeviceMesh, name: str = "", *, sharded: bool = True, batches: int = 0
+    ) -> Members:
+        """The ranks of a mesh; `name` and `batches`: see `layout.Grid`."""
         last = mesh.ndim - 1
         shards = mesh.size(last) if sharded else 1
         replicas = mesh.size(0) if mesh.ndim == 2 or not sharded else 1
         rank = mesh.get_local_rank(last) if sharded else 0
-        return cls(mesh, layout.Grid(shards, replicas, name), rank, sharded)
+        return cls(mesh, layout.Grid(shards, replicas, name, batches), rank, sharded)
 
     @property
     def groups(self) -> dict[str, dist.ProcessGroup]:
@@ -82,6 +84,11 @@ class Members:
         """Of a parameter on `mesh` that is sharded along a dimension."""
         every = layout.placements(dim)
         return [every[name.partition("@")[0]] for name in self.groups]
+
+
+def _among(some: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """True if the ranks of `some` are ranks of `mesh` too."""
+    return {*some.mesh.flatten().tolist()} <= {*mesh.mesh.flatten().tolist()}
 
 
 class C10dWorld(AgreeingRank):
@@ -135,16 +142,17 @@ class C10dWorld(AgreeingRank):
                 parent = self.groups[each.grid.group("shard")]
                 group = process_groups.new_group(mine, parent)
                 self.groups[each.grid.group(f"reshard{size}")] = group
-        everyone = [*own.groups]
+        everyone, ranks = [*own.groups], mesh.size()
         if beside is not None:
             self.groups[group_name(beside)] = beside.get_group()
-            everyone.append(group_name(beside))
+            if not _among(beside, mesh):
+                everyone.append(group_name(beside))
+                ranks *= beside.size()
         if mesh.device_type == "cpu":
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dict[str, dist.ProcessGroup] = {}
         peers = {name: Peers(group) for name, group in self.groups.items()}
         every = [peers[name] for name in everyone]
-        ranks = mesh.size() * (1 if beside is None else beside.size())
         if len(every) > 1 and ranks == dist.get_world_size():
             every = [Peers(_default_group())]
             near = peers["shard" if sharded else "replicate"]
