@@ -342,9 +342,8 @@ def page(result: dict[str, Any]) -> str:
 
 NOT = """## What is not planned
 
-- **Experts on ranks of their own** (`ep`, DeepSeek-V3): how many tokens go where depends on the
-  data, and parameters on several dimensions beside data parallelism are refused
-  ([tensor-parallel.md](tensor-parallel.md#what-is-refused)).
+- **Experts on ranks of their own** (`ep`, DeepSeek-V3): `mesh=` refuses the dimension; how many
+  tokens go where depends on the data.
 - **Schedules of a pipeline**: stages are planned one by one, their memory and not their time.
 - **Context parallelism in `tune`**: plan its meshes with `fxshard.plan`."""
 

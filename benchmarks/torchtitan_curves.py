@@ -16,7 +16,10 @@ is torchtitan's code as it was cloned, with five exceptions, for a machine that 
   makes it do else, gloo cannot; fxshard is told nothing;
 - the debug flavor of Qwen 3 does not tie its embedding: FSDP2 of torch 2.13 and fxshard refuse
   what torchtitan does then, which is to shard a shared parameter in two calls;
-- Triton, which torchtitan imports for kernels that none of these models calls, may be missing;
+- Triton, which torchtitan imports for kernels, may be missing: of those that these models call,
+  operators of torch do the same (`fxshard.integrations.torchtitan.experts`); `torch.histc` of
+  integers is that of the same numbers as floats; the debug flavor with experts is cut to two layers
+  of eight experts, which are spread over the two ranks;
 - the text is that of this repository's docs, not a part of C4.
 
 Writes benchmarks/results/torchtitan_curves.json. Ranks have batches of their own.
@@ -34,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -50,7 +54,11 @@ from fxshard._torch import triton_stub
 
 STEPS = 8
 HALF = STEPS // 2
-CASES = ("llama3, none", "llama3, selective", "llama3, full", "qwen3, selective")
+CASES = (
+    *("llama3, none", "llama3, selective", "llama3, full", "qwen3, selective"),
+    "qwen3 experts, none",  # spread over the ranks
+)
+OURS = "fxshard.integrations.torchtitan"
 NAMES = {"torchtitan": "{}", "fxshard": "fxshard.{}"}  # of a model, as ``--model.name`` says it
 Curve = list[tuple[float, float]]  # the mean loss of all ranks and the norm of gradients, by step
 
@@ -80,6 +88,12 @@ class Cpu(ModuleType):
 
 def imported() -> Any:
     """``torchtitan.train``, on the CPU."""
+    counted = torch.histc
+
+    def histc(values: torch.Tensor, **bins: Any) -> torch.Tensor:
+        return counted(values.float(), **bins).to(values.dtype)
+
+    torch.histc = histc  # on CPUs it counts no integers
     with (
         mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
         mock.patch("torch._utils._get_device_module", lambda device: Cpu("cpu")),
@@ -93,11 +107,13 @@ def curve(clone: str, folder: str, by: str, model: str, options: list[str]) -> C
     sys.path.insert(0, clone)
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     train = imported()
+    model, _, experts = model.partition(" ")
+    flavor = "debugmodel_moe" if experts else "debugmodel"
     said = {
         "job.dump_folder": folder,
-        "experimental.custom_import": "fxshard.integrations.torchtitan",
+        "experimental.custom_import": OURS,
         "model.name": NAMES[by].format(model),
-        "model.flavor": "debugmodel",
+        "model.flavor": flavor,
         "model.hf_assets_path": f"{clone}/tests/assets/tokenizer",
         "training.dataset": "c4_test",
         "training.dataset_path": f"{folder}/text",
@@ -111,10 +127,16 @@ def curve(clone: str, folder: str, by: str, model: str, options: list[str]) -> C
         "metrics.log_freq": 1,
         "debug.seed": 0,
     }
+    if experts and dist.get_world_size() > 1:
+        said["parallelism.expert_parallel_degree"] = dist.get_world_size()
     arguments = [text for name, value in said.items() for text in (f"--{name}", str(value))]
     spec = importlib.import_module(f"torchtitan.models.{model}").get_train_spec()
-    if hasattr(spec.model_args["debugmodel"], "enable_weight_tying"):
-        spec.model_args["debugmodel"].enable_weight_tying = False
+    if hasattr(spec.model_args[flavor], "enable_weight_tying"):
+        spec.model_args[flavor].enable_weight_tying = False
+    if experts:
+        importlib.import_module(f"{OURS}.experts").let_experts_be_traced()  # in a process alone too
+        small = replace(spec.model_args[flavor].moe_args, num_experts=8, top_k=2)
+        spec.model_args[flavor].moe_args, spec.model_args[flavor].n_layers = small, 2
     config = train.ConfigManager().parse_args([*arguments, "--checkpoint.enable", *options])
     trainer = train.Trainer(config)
     if config.checkpoint.create_seed_checkpoint:
@@ -122,8 +144,9 @@ def curve(clone: str, folder: str, by: str, model: str, options: list[str]) -> C
         trainer.close()
         return []
     if by == "torchtitan":
-        for module in trainer.model_parts[0].modules():
-            if isinstance(module, FSDPModule):
+        for name, module in trainer.model_parts[0].named_modules():
+            alone = "experts" in name and said.get("parallelism.expert_parallel_degree")
+            if isinstance(module, FSDPModule) and not alone:  # one rank reduces nothing
                 module.set_force_sum_reduction_for_comms(True)
     found: Curve = []
 

@@ -249,12 +249,18 @@ def _compiled(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     kept: Sequence[Slot] = (),
+    by_calls: bool = False,
 ) -> FxshardModule:
-    """See `compile`; `kept` are parameters that are sharded already."""
+    """See `compile`.
+
+    Args:
+        kept: parameters that are sharded already.
+        by_calls: calls of `fully_shard` say the mesh of each parameter.
+    """
     call = example(() if args is None else args, kwargs)
     module = plain_module(model)
     check_swappable(module)
-    config = placed(module, config)
+    config = placed(module, config, experts=not by_calls)
     sharding = sharding_of(module, config, world_size, mesh, process_group, kept)
     world = sharding.world
     if config.memory_budget is not None:
@@ -351,7 +357,7 @@ def fully_shard(
     with unchanged_on_error(root):
         inner = taken_over(root, call, own)
         config = Config.from_options(options_of(inner.calls, inner.mesh))
-        compiled = _compiled(root, config, mesh=inner.mesh, kept=inner.slots)
+        compiled = _compiled(root, config, mesh=inner.mesh, kept=inner.slots, by_calls=True)
         runtime = compiled._fxshard
         runtime.unit_calls = inner.calls
         for fqn, settings in inner.chosen.items():

@@ -39,7 +39,7 @@ from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Fact, Program
 from fxshard.ir.shardable import check_constants
-from fxshard.ir.unit_options import checkpointed_modules
+from fxshard.ir.unit_options import checkpointed_modules, offloading
 from fxshard.ir.units import Unit, check_reshard, with_precision
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
@@ -57,6 +57,7 @@ from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.insert_unshard import InsertUnshard
 from fxshard.passes.join_ranks import JoinRanks
 from fxshard.passes.launch_collectives import LaunchCollectives
+from fxshard.passes.offload_activations import OffloadActivations
 from fxshard.passes.outline_regions import OutlineRegions
 from fxshard.passes.prefetch import Prefetch
 from fxshard.passes.reinplace import Reinplace
@@ -98,8 +99,9 @@ STEM = ("canonicalize", *_CHUNKS, "assign-units", "assign-checkpoints", "checkpo
 ORDER = (
     *(f"({name})" if name in _CHUNKS else name for name in STEM),
     *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
-    *("(insert-step)", "(async-tensor-parallel)", "(launch-collectives)", "(reinplace)"),
-    *("insert-free", "annotate-streams", "outline-regions", "(compile-regions)"),
+    *("(insert-step)", "(async-tensor-parallel)", "(launch-collectives)"),
+    *("(offload-activations)", "(reinplace)", "insert-free", "annotate-streams"),
+    *("outline-regions", "(compile-regions)"),
 )
 
 Pipeline: TypeAlias = Sequence[Pass]  # in the order in which they run
@@ -121,6 +123,7 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         ConfigError: an option or value that is not legal.
     """
     config = Config.from_options(options) if config is None else config.changed(options)
+    offloads: Any = config.offload_activations
     chunks: list[Pass] = [CutRows(), ChunkLoss(config.chunk_loss)] if config.chunk_loss else []
     return [
         Canonicalize(),
@@ -142,6 +145,7 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         *([InsertStep()] if config.optimizer_in_backward else []),
         *([AsyncTensorParallel()] if config.async_tensor_parallel else []),
         LaunchCollectives(),
+        *([] if offloads is None else [OffloadActivations(offloads)]),
         *([] if config.backend == "inductor" else [Reinplace()]),  # Inductor reuses by itself
         InsertFree(),
         AnnotateStreams(),
@@ -349,7 +353,7 @@ def make_program(
         )
         check_constants(model, units, made.constants)
         captures[key, sizes] = made
-    captured, passes = captures[key, sizes], passes_of(config)
+    captured, passes = captures[key, sizes], passes_of(offloading(model, config))
     checkpoints = checkpointed_modules(model, config, units)
 
     def start() -> Program:

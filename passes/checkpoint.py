@@ -27,6 +27,7 @@ from torch import fx
 from fxshard._torch.traced_collectives import note_same_ranks
 from fxshard.capture import aliasing, fakes, rng, shapes
 from fxshard.cost.activations import from_parameter, generator_of, random_before
+from fxshard.errors import CaptureError
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
 
@@ -165,6 +166,13 @@ def copy_before(
         return copies[node] if node in copies else unwritten(program, node)
 
     for node in chain:
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            raise CaptureError(
+                f"{tags.get(node).module or 'the root module'} is in an activation checkpoint, and "
+                f"reads how many rows go where from its data (item(), tolist()): numbers are not "
+                f"read again in backward. Leave the checkpoint out of modules that do so, such as "
+                f"those whose experts are on other ranks."
+            )
         tag = tags.changed(
             tags.get(node), phase="backward", checkpoint=number, recomputed=True, save=False
         )

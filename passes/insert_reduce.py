@@ -165,7 +165,7 @@ class InsertReduce:
         grid = program.grid(params[0].fqn)
         launches = self._launches(program, grid)
         dtype = reduce_dtype(program, params[0], grads[params[0].fqn])
-        before, op, after = self.division(dtype, grid.ranks, unit.divide_factor)
+        before, op, after = self.division(dtype, grid, unit.divide_factor)
         if program.comm_hook:
             before = None  # the hook averages
         with program.graph.inserting_before(following(program, last)):
@@ -218,7 +218,7 @@ class InsertReduce:
         return [found[param.fqn] for param in params]
 
     def division(
-        self, dtype: torch.dtype, ranks: int, divide_factor: float | None = None
+        self, dtype: torch.dtype, grid: Grid, divide_factor: float | None = None
     ) -> tuple[float | None, str, float | None]:
         """Divisor before the reduction, its operation, and divisor after it.
 
@@ -230,10 +230,10 @@ class InsertReduce:
         if self.op != "avg":
             return None, self.op, None
         risky = dtype not in (torch.float32, torch.bfloat16, torch.float64)
-        divide_factor = divide_factor or self.divide_factor
+        divide_factor = divide_factor or self.divide_factor or grid.batches or None
         if not risky and divide_factor is None and self.predivide_factor is None:
             return None, "avg", None
-        factor = float(divide_factor or ranks)
+        factor = float(divide_factor or grid.ranks)
         before = self.predivide_factor
         if before is None and risky:
             before = 1.0

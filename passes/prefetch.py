@@ -167,7 +167,7 @@ def pass_reductions(program: Program, phase: tags.Phase) -> None:
     for before, bucket in itertools.pairwise(by_bucket(program, launches)):
         at = bisect.bisect(places, max(order[ends[launch]] for launch in before))
         if at < len(places) and places[at] < order[chains[bucket[0]][0]]:
-            first = reductions[at]  # before its copies too: the host may block at their wait
+            first = reductions[at]  # before its copies too
             while tags.get(first.prev).role == "pad" and first.prev.op == "call_function":
                 first = first.prev
             move_after(first.prev, [node for launch in bucket for node in chains[launch]])

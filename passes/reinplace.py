@@ -65,8 +65,8 @@ class Reinplace:
     backward of a loss, one goes), and the allocator is asked less often; results are the same
     bits. Only storages that a compute operator of the same phase has made, and that compute
     operators alone read, are written over: parameters, gradients, the caller's tensors and what a
-    collective sends or receives stay as they are. Those of the model's own collectives may be
-    written over after the wait.
+    collective sends or receives stay as they are. Those of the model's own collectives, and what
+    was offloaded and is there again, may be written over after the wait.
 
     Before::
 
@@ -121,12 +121,12 @@ class Reinplace:
 def is_private(node: fx.Node) -> bool:
     """True if what `node` touches may be written over once it is done.
 
-    That are operators of compute, and collectives of the model's: their waits come last.
+    That are operators of compute, and launches of activations: their waits come last.
     """
     if node.target is ops.wait:
-        return any(ops.of(tags.source(item)).of_model for item in tags.operands(node)[:1])
+        return any(ops.of(tags.source(item)).holds for item in tags.operands(node)[:1])
     made = tags.source(node) if node.target is operator.getitem else node
-    return tags.get(node).role == "compute" or ops.of(made).of_model
+    return tags.get(node).role == "compute" or ops.of(made).holds
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:

@@ -566,7 +566,8 @@ def _launch(row: fx.Node, envs: list[dict[fx.Node, Any]]) -> _Launched:
         if transfers.is_in_place(row):
             env[row] = [env[node] for node in tags.operands(row)]
         else:
-            env[row] = [torch.empty(v.shape, dtype=v.dtype) for v in row.meta["val"]]
+            values = row.meta["val"]
+            env[row] = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values]
     if transfers.is_in_place(row):
         inputs = [{node: value.clone() for node, value in mine.items()} for mine in inputs]
     for env in envs:
@@ -578,6 +579,9 @@ def _launch(row: fx.Node, envs: list[dict[fx.Node, Any]]) -> _Launched:
 
 
 def _ruin(tensor: Tensor) -> None:
+    if tensor.dtype is torch.bool:
+        tensor.fill_(True)
+        return
     tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 

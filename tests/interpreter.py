@@ -348,7 +348,8 @@ class Machine:
         """What a launch writes is nothing yet."""
         if not is_in_place(node):
             for env in self.envs:
-                made = [torch.empty(v.shape, dtype=v.dtype) for v in node.meta["val"]]
+                values = node.meta["val"]
+                made = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values]
                 env[node] = [ruined(value) for value in made]
 
     def step(self, node: fx.Node) -> None:
@@ -531,7 +532,7 @@ def comm_hook(machine: Machine, node: fx.Node) -> None:
 
 
 def copied(machine: Machine, node: fx.Node) -> None:
-    """cast, load, store."""
+    """cast, load, store, offload, reload."""
     for rank, values in enumerate(machine.operands(node)):
         dtype = node.args[1] if node.target is ops.cast else None
         machine.write(rank, node, [v.to(dtype or v.dtype) for v in values])
@@ -620,6 +621,8 @@ OPERATORS = {
     ops.cast: copied,
     ops.load: copied,
     ops.store: copied,
+    ops.offload: copied,
+    ops.reload: copied,
     ops.pack: pack,
     ops.unpack: unpack,
     ops.reshard: reshard,

@@ -105,7 +105,7 @@ class Host:
         if own and own <= inputs and not written:
             return op  # a view
         op.reads = [self.here(s) for s in inputs & self.addresses.keys()]
-        if node.target is ops.store:  # pinned memory, which the device does not give out
+        if ops.of(node).on_host:  # pinned memory, which the device does not give out
             self.addresses |= {s: -s for s in own}
         op.writes = [self.written(s) for s in written | (own - inputs)]
         if op.stream == COMPUTE:

@@ -30,7 +30,7 @@ PLAIN = [
         "forward_prefetch",
     ),
     *("backward_prefetch", "max_inflight", "optimizer_in_backward", "compiled", "calls"),
-    *("checkpoints", "closed", "reached", "needs", "common"),
+    *("reload_ahead", "checkpoints", "closed", "reached", "needs", "common"),
 ]
 
 

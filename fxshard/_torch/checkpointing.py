@@ -51,7 +51,7 @@ def checkpoints_inline() -> Iterator[None]:
         with _checkpoint_region(numbers), forward:
             yield
 
-    def from_2_15(
+    def from_2_14(
         function: Any,
         args: Any,
         kwargs: Any,
@@ -74,15 +74,14 @@ def checkpoints_inline() -> Iterator[None]:
                 outputs = function(*args)
             return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
-    patches: list[tuple[Any, str, Any]] = [
-        (_checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
-        (_checkpoint, "CheckpointFunction", Reentrant),
-    ]
-    if hasattr(_checkpoint, "_checkpoint_without_reentrant_generator_impl"):
-        patches.append((_checkpoint, "_checkpoint_without_reentrant_generator_impl", from_2_15))
+    values = {
+        "_checkpoint_without_reentrant_generator": without_reentrant,
+        "_checkpoint_without_reentrant_generator_impl": from_2_14,
+        "CheckpointFunction": Reentrant,
+    }
     composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
-    if composable is not None:  # ``checkpoint(module)``, by hooks
-        patches.append((composable, "_checkpoint_without_reentrant_generator", without_reentrant))
+    modules = [_checkpoint, *[composable] * (composable is not None)]  # that one by hooks
+    patches = [(m, name, v) for m in modules for name, v in values.items() if hasattr(m, name)]
     before = [(module, name, getattr(module, name)) for module, name, _ in patches]
     try:
         for module, name, value in patches:

@@ -146,18 +146,20 @@ def new_group(
     (torch/distributed/distributed_c10d.py, ``_hash_ranks_to_str``). After one of them was
     destroyed, a name may be used again, with old addresses in the store; and ranks with different
     numbers of groups use different names. In both cases ranks hang. Here the group is named as the
-    n-th one of `parent`.
+    n-th one of `parent`, and not counted, as torch does from 2.14 on: groups that a user makes
+    later have the same names on all ranks, also where some ranks have made none here.
     """
     if dist.get_backend(parent) == "fake":
         return dist.new_group(ranks, use_local_synchronization=True)
     number = group_store(parent).add(f"fxshard/groups/{dist.get_rank()}", 1)
     name = f"fxshard.{parent.group_name}.{number}.{'_'.join(map(str, ranks))}"
-    named = distributed_c10d._hash_ranks_to_str
+    named, count = distributed_c10d._hash_ranks_to_str, distributed_c10d._world.group_count
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
         return dist.new_group(ranks, group_timeout(parent), backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = named
+        distributed_c10d._world.group_count = count
 
 
 @functools.cache

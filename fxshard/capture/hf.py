@@ -52,6 +52,16 @@ def brings_its_state(method: Callable[..., Any], args: Any, kwargs: dict[str, An
     return state is not None and not any(isinstance(each, DTensor) for each in state.values())
 
 
+def gathers_its_state(method: Callable[..., Any], model: Any) -> bool:
+    """Whether ``save_pretrained`` gathers what transformers itself has spread over ranks.
+
+    It asks torch for the full state of such a model, whatever its DTensors are spread over.
+    (transformers/distributed/mixin.py, ``gather_sharded_state_dict_for_save``)
+    """
+    spread = getattr(model, "_is_distributed_loading_by_transformers", False)
+    return method.__name__ == "save_pretrained" and bool(spread)
+
+
 def does_nothing_twice(hook: Any) -> bool:
     """True for the hook that gives outputs of embeddings a gradient.
 
@@ -66,7 +76,12 @@ def does_nothing_twice(hook: Any) -> bool:
 @contextlib.contextmanager
 def while_tracing(model: nn.Module) -> Iterator[None]:
     """Everything that is changed in transformers while a model is traced."""
-    with _eager_attention_branch(), _without_cache(model), _without_checks():
+    with (
+        _eager_attention_branch(),
+        _without_cache(model),
+        _without_checks(),
+        _one_way_to_experts(),
+    ):
         yield
 
 
@@ -143,6 +158,33 @@ def _without_checks() -> Iterator[None]:
         del os.environ[CHECKS_OFF]
         if before is not None:
             os.environ[CHECKS_OFF] = before
+
+
+@contextlib.contextmanager
+def _one_way_to_experts() -> Iterator[None]:
+    """While tracing, let experts that get no tokens from any rank compute on no rows.
+
+    transformers asks how many rows have arrived, and lets the experts compute on a row of its own
+    where there are none, so that backward goes through them: in a graph it does anyway, and their
+    gradients are zeros both ways. (transformers/distributed/expert_parallel.py, ``AllToAllEP``)
+    """
+    library = sys.modules.get("transformers.distributed.expert_parallel")
+    kind: Any = getattr(library, "AllToAllEP", None)
+    if not all(hasattr(kind, name) for name in ("_dispatch_tokens", "_combine_tokens")):
+        yield
+        return
+
+    def call(self: Any, *args: torch.Tensor) -> torch.Tensor:
+        *rows, state = self._dispatch_tokens(*args)
+        combined: torch.Tensor = self._combine_tokens(self.experts_forward(*rows), state)
+        return combined
+
+    original = kind.__call__
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
 
 
 class _Forwards:

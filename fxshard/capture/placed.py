@@ -54,14 +54,26 @@ class _Held(dict[str, Any]):
     ) -> None:
         super().__init__(held)
         self._placed, self._made = placed, made
+        self._set: dict[str, Any] = {}  # what forward has put here
 
     def __getitem__(self, key: str) -> Any:
+        if key in self._set:
+            return self._set[key]
         held = super().__getitem__(key)
         if key not in self._placed:
             return held
         if id(held) not in self._made:
             self._made[id(held)] = self._placed[key].around(held)
         return self._made[id(held)]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """As forward does that computes with what this rank has, and puts the DTensor back."""
+        super().__setitem__(key, value)
+        self._set[key] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
 
     def get(self, key: str, default: Any = None) -> Any:
         if key not in self:

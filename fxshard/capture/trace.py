@@ -156,7 +156,7 @@ def capture(
                     "with context_parallel: their DTensors are traced with the sizes of one call. "
                     "Leave dynamic out; each size gets a program of its own."
                 )
-            for way in WAYS[:1] if makes_dtensors else WAYS:
+            for way in WAYS[:2] if makes_dtensors else WAYS:
                 if _is_worth(way, failures, request.symbols):
                     try:
                         return _captured(request, before, way)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from fxshard.bytesize import is_size
 from fxshard.config.options import BACKENDS, CHECKPOINTS, STRATEGIES
 from fxshard.errors import ConfigError
 
@@ -165,6 +166,15 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 
         metavar="ROWS",
         help="the head and the loss of so many tokens at a time; of --hf-config without the logits",
     )
+    parser.add_argument(
+        "--offload-activations",
+        nargs="?",
+        action="append",
+        const=True,
+        metavar="8GiB|GLOB",
+        help="saved activations are on the CPU from forward to backward: what is copied while "
+        "others compute; at most so many bytes; or of these modules, which may be repeated",
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="eager", help="of compute regions")
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="of the transformers model"
@@ -196,10 +206,18 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "checkpoint": args.checkpoint,
         "data_sizes": once(args.data_sizes, "--data-sizes") or None,
         "chunk_loss": args.chunk_loss,
+        "offload_activations": _activations(args.offload_activations),
         "backend": args.backend,
         "memory_budget": args.memory_budget,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _activations(told: list[Any] | None) -> Any:
+    """True, a size, or globs: as `offload_activations` has them."""
+    if told is None or len(told) > 1:
+        return told
+    return told[0] if told[0] is True or is_size(told[0]) else told
 
 
 def load(source: Source, device: str) -> Call:

@@ -270,6 +270,7 @@ def range_of(program: Program, row: fx.Node) -> str:
 def _phase(program: Program, name: str, graph: fx.Graph, points: bool, ranges: bool) -> str:
     lines = [f"def {name}(world, args):", *_unpack(graph), *_entry(graph)]
     dead = last_reads(graph)
+    stores = any(row.target is ops.store for row in graph.nodes)
     for row in graph.nodes:
         if row.op not in ("call_function", "call_module") or row.target is operator.getitem:
             continue
@@ -289,6 +290,8 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool, ranges: b
             lines.append(f"{inside}{targets}{row.target}(args){unit}")
             drops = []
         elif row.target in ops.OPERATORS:
+            if row.target is ops.step and stores:  # of the CPU: it reads what was stored
+                lines.append(f"{inside}world.synchronize('store')")
             lines.append(f"{inside}{targets}{_asked(row)}{unit}")
         else:
             lines.append(f"{inside}{row.name} = {_call(row)}{unit}")
@@ -297,6 +300,8 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool, ranges: b
         lines += _drop(drops)
         if points:
             lines.append("    at()")
+    if stores:  # the caller reads gradients on the CPU
+        lines.append("    world.synchronize('store')")
     lines.append(f"    return {_value(_output(graph))}")
     return "\n".join(lines)
 

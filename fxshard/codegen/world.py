@@ -91,6 +91,12 @@ class World(Protocol):
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         """Launch: fresh copies on the CPU."""
 
+    def offload(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        """Launch: copies on the CPU, laid out as dense tensors are."""
+
+    def reload(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        """Launch: copies on `device`, laid out as those."""
+
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         """What is sent next: one fresh flat tensor in `dtype`, the concatenated shards."""
 
@@ -126,6 +132,9 @@ class World(Protocol):
 
     def record_event(self, stream: str, event: str) -> None:
         """`event` comes after all that `stream` was given so far."""
+
+    def synchronize(self, stream: str) -> None:
+        """The host waits for all that `stream` was given so far: it reads it next."""
 
     def join(self, params: list[Tensor]) -> None:
         """Nothing: other ranks read these unsharded parameters here."""

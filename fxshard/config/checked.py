@@ -69,6 +69,7 @@ class Config:
     pack_bytes: int | str = "1MiB"
     checkpoint: int | str | Callable[..., Any] | Mapping[Any, Any] | None = None
     offload: OffloadPolicy | CPUOffload | None = None
+    offload_activations: bool | int | str | Sequence[UnitName] | None = None
     reduce_op: Literal["avg", "sum", "max", "min"] = "avg"
     gradient_divide_factor: float | None = None
     gradient_predivide_factor: float | None = None
@@ -116,6 +117,7 @@ class Config:
         self._check_dynamic()
         self._check_data_sizes()
         self._check_chunk_loss()
+        self._check_offload_activations()
         for name in ("gradient_divide_factor", "gradient_predivide_factor"):
             value = getattr(self, name)
             if value is not None and not _is_factor(value):
@@ -294,10 +296,41 @@ class Config:
                 "that each size gets a program. Leave one of the two out."
             )
 
+    def _check_offload_activations(self) -> None:
+        chosen: Any = self.offload_activations
+        if chosen is None or isinstance(chosen, bool):
+            object.__setattr__(self, "offload_activations", chosen or None)
+            return
+        if is_size(chosen):
+            if parse_bytes(chosen) < 1:
+                raise ConfigError(
+                    f"offload_activations={chosen!r}: bytes are >= 1; False offloads none."
+                )
+            object.__setattr__(self, "offload_activations", parse_bytes(chosen))
+            if self.dynamic:
+                raise ConfigError(
+                    f"dynamic=... with offload_activations={chosen!r}: which activations are so "
+                    f"many bytes depends on the sizes, so that each gets a program. Name modules "
+                    f"instead, such as ['layers.*'], or leave one of the two out."
+                )
+        elif isinstance(chosen, (list, tuple, set, frozenset)) and chosen:
+            object.__setattr__(self, "offload_activations", tuple(chosen))
+        else:
+            one = f" Write [{chosen!r}]." if isinstance(chosen, str) else ""
+            raise ConfigError(
+                f"offload_activations={chosen!r}: expected True, bytes such as '8GiB', or a list "
+                f"of module classes and FQN globs.{one}"
+            )
+
     @property
     def opens_sizes(self) -> bool:
-        """True if programs may leave sizes open: none is compiled or cut into chunks."""
-        return self.dynamic is not False and self.backend != "inductor" and not self.chunk_loss
+        """True if programs may leave sizes open: none is compiled or made for one size."""
+        return self.dynamic is not False and self.backend != "inductor" and not self.of_one_size
+
+    @property
+    def of_one_size(self) -> bool:
+        """True if what a program does depends on its sizes: chunks, bytes that are offloaded."""
+        return bool(self.chunk_loss) or type(self.offload_activations) is int
 
     def _check_checkpoint(self) -> None:
         value: Any = self.checkpoint
@@ -357,6 +390,7 @@ class Config:
             "optimizer_in_backward": "no backward of a stage has all gradients of a step",
             "ranks_may_differ": "ranks agree on what a call reduces, and none of a stage's does",
             "max_inflight": "what stays unsharded for a whole schedule would count in it",
+            "offload_activations": "micro-batches overlap, and each would wait for its own copies",
         }.items():
             value = getattr(self, name)
             if value not in (False, None):

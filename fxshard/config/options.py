@@ -142,6 +142,16 @@ class Options(TypedDict, total=False):
     states live on the CPU.
     """
 
+    offload_activations: bool | int | str | Sequence[UnitName] | None
+    """Saved activations that are copied to pinned memory of the CPU after their last use in
+    forward, and back before backward needs them, on streams of their own (see
+    `fxshard.passes.offload_activations` and docs/offload-activations.md). None, False: none. True:
+    of each unit as many as are copied while others compute, by the times of an H100. Bytes, or text
+    such as "8GiB": at most so many of a call, those that forward makes first; each size of a batch
+    then gets a program of its own. Or a list of module classes or FQN globs: what their backwards
+    read. Beside `checkpoint`, those are the inputs of what is checkpointed.
+    """
+
     reduce_op: Literal["avg", "sum", "max", "min"]
     """How gradients of ranks become one. With "max" and "min" gloo may lose a NaN that some rank
     has (see `fxshard.runtime.world.backends`).

@@ -200,7 +200,8 @@ class Row:
         stream: where it runs.
         waits: what the stream waits for first.
         bytes: bytes of the buffers that are gathered, reduced or freed, per unit.
-        freed: bytes that are freed right after it, if a row of its own is joined to it.
+        freed: bytes that are freed right after it, if a row of its own is joined to it; of a wait,
+            those of what has been offloaded.
         live: bytes alive after it, per unit; empty if not asked for.
         exposed: seconds that its stream is idle before it, per unit; likewise.
     """
@@ -323,7 +324,16 @@ def _row(program: Program, phase: str, node: fx.Node, recorders: Mapping[str, st
             unshards = roles <= {"unshard", "reshard", "pre_gather"}
             what = "unshard" if unshards else "transfer" if "transfer" in roles else "reduce"
     waited = ",".join(recorders.get(event, "compute") for event in tag.waits)
-    return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size)
+    left = _left(node) if node.target is ops.wait else 0
+    return Row(phase, operation, unit.kind, (unit.name,), what, tag.stream, waited, size, left)
+
+
+def _left(wait: fx.Node) -> int:
+    """Bytes of the activations that a wait is the last to hold: they are on the CPU now."""
+    copies = [n for n in tags.operands(wait) if n.target is operator.getitem]
+    gone = any(tags.source(n).target is ops.offload for n in copies)
+    held = [n for n in tags.operands(wait) if tags.get(n).role != "transfer"] if gone else []
+    return sum(t.untyped_storage().nbytes() for n in held for t in tags.tensors(n.meta["val"]))
 
 
 def _called(program: Program, run: Sequence[fx.Node]) -> str:

@@ -43,11 +43,14 @@ class Grid:
         shards: number of ranks that share a parameter.
         replicas: number of such groups of ranks, which hold the same shards.
         name: "" for the mesh of the model; that of another one stands in the names of its groups.
+        batches: of how many ranks' batches a gradient is, if there are more than the ranks: those
+            of experts are of all tokens that have come to them.
     """
 
     shards: int
     replicas: int = 1
     name: str = ""
+    batches: int = 0
 
     @property
     def ranks(self) -> int:
@@ -55,9 +58,15 @@ class Grid:
         return self.shards * self.replicas
 
     @property
+    def divisor(self) -> int:
+        """What the sum of gradients over its ranks is divided by, for an average."""
+        return self.batches or self.ranks
+
+    @property
     def text(self) -> str:
         """For lines about parameters on it; empty for the mesh of the model."""
-        return f" mesh={self.name} ({self.replicas} x {self.shards})" if self.name else ""
+        of = f" batches={self.batches}" if self.batches else ""
+        return f" mesh={self.name} ({self.replicas} x {self.shards}){of}" if self.name else ""
 
     def group(self, kind: str) -> str:
         """The name of a group of its ranks: ``"shard"``, ``"replicate"`` or ``"reshard<n>"``; on

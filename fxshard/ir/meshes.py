@@ -7,16 +7,20 @@ option ``shard_placement_fn`` gives a parameter, or a call of ``fully_shard`` it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from fxshard._torch.dtensors import root_of
 from fxshard.config.checked import Config
 from fxshard.config.options import HYBRID
 from fxshard.errors import ConfigError
 from fxshard.ir.layout import Grid
 from fxshard.ir.placements import OnMesh
+from fxshard.ir.tensor_parallel import EXPERTS, group_name, is_sharded
 
 SHARED, COPIED = "all", "copies"  # names of meshes: all ranks share a parameter, or all have it
 
@@ -35,17 +39,78 @@ def named(config: Config) -> dict[str, DeviceMesh]:
 
     The name is that of the mesh's dimensions, or else their sizes: the same on all ranks.
     """
+    return {name: mesh for name, (mesh, _) in _named(config).items()}
+
+
+def _named(config: Config) -> dict[str, tuple[DeviceMesh, int]]:
+    """The same, each with `OnMesh.batches`."""
     given: Any = config.shard_placement_fn
-    found: dict[DeviceMesh, str] = {}
+    found: dict[tuple[DeviceMesh, int], str] = {}
     for placement in given.values() if isinstance(given, Mapping) else ():
-        mesh = placement.mesh if isinstance(placement, OnMesh) else None
-        if mesh is None or mesh in found:
+        if not isinstance(placement, OnMesh) or (placement.mesh, placement.batches) in found:
             continue
+        mesh = placement.mesh
         label = "_".join(mesh.mesh_dim_names or ()) or "x".join(map(str, mesh.shape))
         taken = {SHARED, COPIED, *found.values()}
         names = [label, *(f"{label}_{n}" for n in range(2, len(taken) + 3))]
-        found[mesh] = next(name for name in names if name not in taken)
-    return {name: mesh for mesh, name in found.items()}
+        found[mesh, placement.batches] = next(name for name in names if name not in taken)
+    return {name: own for own, name in found.items()}
+
+
+def with_experts(config: Config, params: Mapping[str, Any]) -> Config:
+    """`config` with the mesh of experts, which are DTensors on a dimension called "ep".
+
+    Its ranks have batches of their own, and experts of which each serves the tokens of all of them.
+    So what no other rank has is shared by the ranks of the dimension before it alone (a hybrid
+    strategy: of the two before it), and its gradients are of the batches of all.
+
+    Args:
+        config: whose ``shard_placement_fn`` is a dict, or None.
+        params: of the model, by FQN.
+
+    Raises:
+        ConfigError: there is no such dimension.
+    """
+    given: Any = config.shard_placement_fn or {}
+    found = {}
+    for fqn, param in params.items():
+        place = given.get(fqn)
+        if not isinstance(param, DTensor) or is_sharded(param) or isinstance(place, OnMesh):
+            continue
+        if param.device_mesh.ndim == 1 and group_name(param.device_mesh) == EXPERTS:
+            mesh = root_of(param.device_mesh)
+            names: Any = mesh.mesh_dim_names
+            at, dims = names.index(EXPERTS), 1 + config.hybrid
+            if at < dims:
+                raise ConfigError(
+                    f"parameter {fqn!r} is a DTensor on the dimension {EXPERTS!r} of {mesh}: "
+                    f"strategy {config.strategy!r} shards experts over "
+                    f"{'the two dimensions' if config.hybrid else 'the dimension'} before it. Make "
+                    f"a mesh that has {'them' if config.hybrid else 'one'}, if only of size 1: "
+                    f"init_device_mesh(device, (1, ranks), mesh_dim_names=('dp', 'ep'))."
+                )
+            own = mesh[names[at - dims : at]]
+            found[fqn] = OnMesh(place or Shard(0), own, own.size() * param.device_mesh.size())
+    return dataclasses.replace(config, shard_placement_fn=given | found) if found else config
+
+
+def require_batches(config: Config, used: Iterable[str], ranks: int) -> None:
+    """Raise ConfigError if the mesh of a model has not the ranks that send tokens to its experts.
+
+    Args:
+        used: names of the meshes of parameters.
+        ranks: of the model's mesh.
+    """
+    for name, (mesh, batches) in _named(config).items():
+        if name in used and batches and batches != ranks:
+            raise ConfigError(
+                f"experts on {mesh} get the tokens of {batches} ranks, and the rest of the model "
+                f"is sharded over {ranks}: ranks of the dimension {EXPERTS!r} have batches of "
+                f"their own, so that all parameters but the experts' are sharded over it too. Give "
+                f"mesh= the mesh with both dimensions, or of {batches} ranks (plan: world_size="
+                f"{batches}); where these ranks get the same batch, give that dimension another "
+                f"name."
+            )
 
 
 def of_params(config: Config, params: Iterable[tuple[str, ...]]) -> dict[str, str]:
@@ -61,9 +126,9 @@ def of_params(config: Config, params: Iterable[tuple[str, ...]]) -> dict[str, st
     given: Any = config.shard_placement_fn
     if not isinstance(given, Mapping):
         return {}
-    names = {mesh: name for name, mesh in named(config).items()}
+    names = {own: name for name, own in _named(config).items()}
     return {
-        aliases[0]: names[given[alias].mesh]
+        aliases[0]: names[given[alias].mesh, given[alias].batches]
         for aliases in params
         for alias in aliases
         if isinstance(given.get(alias), OnMesh)
@@ -77,11 +142,19 @@ def grids(config: Config, used: Iterable[str], replicas: int, shards: int) -> tu
         used: names of the meshes of parameters.
         replicas, shards: of the model's mesh.
     """
-    ranks, own = replicas * shards, named(config)
+    ranks, used = replicas * shards, {*used} - {""}
+    require_batches(config, used, ranks)
     known = {SHARED: Grid(ranks, 1, SHARED), COPIED: Grid(1, ranks, COPIED)}
-    for name, mesh in own.items():
-        known[name] = Grid(mesh.size(mesh.ndim - 1), mesh.size(0) if mesh.ndim == 2 else 1, name)
-    return tuple(known[name] for name in sorted({*used} - {""}))
+    for name in _named(config):
+        known[name] = own_grid(config, name)
+    return tuple(known[name] for name in sorted(used))
+
+
+def own_grid(config: Config, name: str) -> Grid:
+    """The ranks of a mesh that parameters have of their own."""
+    mesh, batches = _named(config)[name]
+    replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    return Grid(mesh.size(mesh.ndim - 1), replicas, name, batches)
 
 
 def of_units(units: Iterable[Any]) -> set[str]:

@@ -5,7 +5,8 @@ one `define`, and a method of its name on each world that is to run it (`fxshard
 operators have no kernel of their own.
 
 Those called ``model_*`` are the collectives that a model calls itself, those of tensor parallelism
-among them: what they make are activations, which end with their last reader.
+among them: what they make are activations, which end with their last reader. So do the copies of
+saved activations that `offload` and `reload` make.
 
 The first argument is the list of operands. `group` names the ranks that take part: "shard" (those
 that share a parameter), "replicate" (those that hold the same shard), "reshard<n>" (n neighbours);
@@ -55,7 +56,8 @@ class OpSpec:
         category: name of the `fxshard.memory.category.Category` of what it makes.
         on_host: what it makes lies in memory of the CPU.
         grows: results have ``size ** grows`` times the rows of the operands.
-        of_model: the model calls it: no free ends its results, and its wait holds its operands.
+        of_model: the model calls it.
+        of_activations: it copies saved activations to the CPU, or back.
         over: what its bytes go over; "nothing": it neither reads nor writes data.
         passes: of a collective, rounds of a ring: 2 for an all-reduce, else 1.
         gloo: of a collective, what gloo copies of it while it runs.
@@ -73,6 +75,7 @@ class OpSpec:
     on_host: bool = False
     grows: int = 0
     of_model: bool = False
+    of_activations: bool = False
     over: Literal["network", "host", "memory", "nothing"] = "memory"
     passes: int = 1
     gloo: Literal["operands", "results", "nothing"] = "nothing"
@@ -96,6 +99,13 @@ class OpSpec:
     def asynchronous(self) -> bool:
         """It runs on a stream of its own."""
         return self.stream != "compute"
+
+    @property
+    def holds(self) -> bool:
+        """It moves activations: they end with their last reader, without a free, and what it takes
+        is held by its wait.
+        """
+        return self.of_model or self.of_activations
 
 
 PLACE_OF_RANKS = 3  # of the argument `ranks` of a collective of the model's
@@ -239,6 +249,24 @@ def _load(empty: Empty, tensors: list[Tensor], device: torch.device) -> list[Ten
 
 def _store(empty: Empty, tensors: list[Tensor]) -> list[Tensor]:
     return [empty(t, t.shape, device=torch.device("cpu")) for t in tensors]
+
+
+def _offload(empty: Empty, tensors: list[Tensor]) -> list[Tensor]:
+    return [_laid_out(empty, t, torch.device("cpu")) for t in tensors]
+
+
+def _reload(empty: Empty, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    return [_laid_out(empty, t, device) for t in tensors]
+
+
+def _laid_out(empty: Empty, dense: Tensor, device: torch.device) -> Tensor:
+    """As ``torch.empty_like`` does, with the dimensions of a dense tensor in their order."""
+    strides = dense.stride()
+    order = sorted(range(dense.dim()), key=lambda dim: (-strides[dim], dim))
+    made = empty(dense, [dense.shape[dim] for dim in order], device=device)
+    if order == sorted(order):
+        return made
+    return made.permute([order.index(dim) for dim in range(dense.dim())])
 
 
 def _pack(empty: Empty, shards: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -472,6 +500,33 @@ store: Any = define(
         event="s",
         category="SHARDED_GRAD",
         on_host=True,
+        over="host",
+    )
+)
+# Saved activations, dense ones, in memory of the CPU from forward to backward: fresh copies, which
+# are laid out in the same way. They share the streams of parameters that are offloaded: all of them
+# go over the same link.
+offload: Any = define(
+    OpSpec(
+        "offload(Tensor[] tensors) -> Tensor[]",
+        fake=_offload,
+        stream="store",
+        event="f",
+        category="ACTIVATION",
+        on_host=True,
+        of_activations=True,
+        over="host",
+    )
+)
+# The same back on the device of compute.
+reload: Any = define(
+    OpSpec(
+        "reload(Tensor[] tensors, Device device) -> Tensor[]",
+        fake=_reload,
+        stream="load",
+        event="e",
+        category="ACTIVATION",
+        of_activations=True,
         over="host",
     )
 )

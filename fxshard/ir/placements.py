@@ -21,10 +21,12 @@ class OnMesh:
     Attributes:
         placement: the dimension that it is sharded along.
         mesh: 1-D, or 2-D replicate x shard.
+        batches: as of `fxshard.ir.layout.Grid`.
     """
 
     placement: Shard
     mesh: DeviceMesh
+    batches: int = 0
 
 
 PlacementFn: TypeAlias = Callable[[nn.Parameter], Any] | Mapping[str, Any]
@@ -95,7 +97,7 @@ def _checked(fqn: str, param: nn.Parameter, placement: Any) -> Shard | OnMesh:
     if isinstance(placement, OnMesh):
         inside = _checked(fqn, param, placement.placement)
         assert isinstance(inside, Shard)
-        return OnMesh(inside, placement.mesh)
+        return dataclasses.replace(placement, placement=inside)
     if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult
         inside = _checked(fqn, param, placement.placement)
         assert isinstance(inside, Shard)

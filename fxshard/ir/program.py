@@ -27,7 +27,9 @@ reduce buffer         a copy of an unsharded gradient: padded, packed, cast, or 
                       made only where it cannot be sent as it is (category *Reduce Scatter*).
 sharded gradient      this rank's averaged rows, the result of the reduction; becomes ``.grad``.
 saved activation      a forward value that backward reads. An unsharded parameter or a view of one
-                      only if its unit is not resharded after forward.
+                      only if its unit is not resharded after forward. One that is offloaded is a
+                      copy on the CPU from forward to backward (category *Activation*), and of that
+                      a copy on the device again.
 tangent               the gradient that arrives at an output of the model.
 
 The joint graph
@@ -81,6 +83,10 @@ class Fact(enum.Enum):
     EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
     BUCKETED = "every parameter is in one bucket, and each collective moves those of one"
     STEPPED_ONCE = "each reduced gradient is stepped once, after every read of it and its shard"
+    OFFLOADED = (
+        "saved activations that leave come back whole, once, before they are read; "
+        "at most one unit's leave at a time, and ahead + 1 units' wait for their first use"
+    )
     FREED = "every unsharded parameter and reduced gradient has one free"
     NO_USE_AFTER_FREE = "nothing reads a storage after its free, through any alias"
     BOUNDED_INFLIGHT = (
@@ -196,6 +202,8 @@ class Program:
         forward_prefetch, backward_prefetch: how many buckets may wait unsharded for their first
             use, besides the one that is launched where it is needed.
         max_inflight: how many buckets may be unsharded at any point; None: no limit of its own.
+        reload_ahead: of how many units the offloaded activations may be back before their use,
+            besides those of the unit that is next.
         optimizer_in_backward: it steps parameters, in place of returning their gradients.
         compiled: regions are compiled: what must run in eager's order stands apart from the rest.
         calls: every call of a module in forward, in order; nodes refer to them.
@@ -233,6 +241,7 @@ class Program:
     forward_prefetch: int = 1
     backward_prefetch: int = 1
     max_inflight: int | None = None
+    reload_ahead: int = 1
     optimizer_in_backward: bool = False
     compiled: bool = False
     calls: tuple[Call, ...] = ()
@@ -308,6 +317,12 @@ class Program:
     def grid(self, fqn: str) -> Grid:
         """The ranks of the mesh that a parameter is on."""
         return self.grids[self.params[fqn].mesh]
+
+    @property
+    def uses_host(self) -> bool:
+        """True if something of a step lives on the CPU while it computes elsewhere."""
+        leaves = self.graph.find_nodes(op="call_function", target=ops.offload)
+        return self.offloaded or bool(leaves)
 
     @property
     def moving(self) -> tuple[ParamBucket, ...]:

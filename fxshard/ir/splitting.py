@@ -157,24 +157,29 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
     return tuple(with_precision(unit, _one_policy(unit, special, default)) for unit in placed_units)
 
 
-def placed(model: nn.Module, config: Config) -> Config:
+def placed(model: nn.Module, config: Config, *, experts: bool = True) -> Config:
     """`config` with what ``shard_placement_fn`` says of `model` in place of the function.
 
     A function may tell parameters apart by their identity, which copies of them do not have, or
     may be none that can be sent to another process. The strategies that a policy in ``units`` gives
     units, as FSDP1's `CustomPolicy` does, become those of ``strategy``.
 
+    Args:
+        model: it.
+        config: its options.
+        experts: the mesh of experts is said too, as far as the user does not.
+
     Raises:
         UnitError, ConfigError: see `configured_units`.
     """
     config = _with_strategies_of_policy(model, config)
-    if config.shard_placement_fn is None or isinstance(config.shard_placement_fn, Mapping):
-        return config
-    params = [param for unit in configured_units(model, config) for param in unit.params]
     named = dict(model.named_parameters(remove_duplicate=False))
-    every = said(config.shard_placement_fn, {p.aliases: named[p.fqn] for p in params})
-    found = {fqn: each for fqn, each in every.items() if each != Shard(0)}
-    return dataclasses.replace(config, shard_placement_fn=found)
+    if not isinstance(config.shard_placement_fn, (Mapping, type(None))):
+        params = [param for unit in configured_units(model, config) for param in unit.params]
+        every = said(config.shard_placement_fn, {p.aliases: named[p.fqn] for p in params})
+        found = {fqn: each for fqn, each in every.items() if each != Shard(0)}
+        config = dataclasses.replace(config, shard_placement_fn=found)
+    return meshes.with_experts(config, named) if experts else config
 
 
 def _with_strategies_of_policy(model: nn.Module, config: Config) -> Config:

@@ -23,6 +23,7 @@ from fxshard.errors import UnitError
 from fxshard.ir.layout import ParamLayout
 
 PLACE = "_fxshard_place"  # attribute of a sharded parameter: its runtime, and its FQN
+EXPERTS = "ep"  # what torch's own stacks call the dimension of a mesh that experts are spread over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,11 @@ def group_name(mesh: DeviceMesh) -> str:
     return f"{name} (parallel)" if name in ("shard", "replicate") else name
 
 
+def is_sharded(param: Tensor) -> bool:
+    """True if fxshard has sharded `param`."""
+    return hasattr(param, PLACE)
+
+
 def placed(fqn: str, param: nn.Parameter) -> Placed | None:
     """Where a parameter is besides what fxshard shards of it; None if it is so nowhere.
 
@@ -121,7 +127,7 @@ def placed(fqn: str, param: nn.Parameter) -> Placed | None:
     if not isinstance(param, DTensor):
         return None
     placements, shape, stride = tuple(param.placements), tuple(param.shape), param.stride()
-    if hasattr(param, PLACE):
+    if is_sharded(param):
         mesh = inner_of(param.device_mesh)
         return None if mesh is None else Placed.on(mesh, placements[-mesh.ndim :], shape, stride)
     what = f"parameter {fqn!r} is a DTensor {list(param.shape)} of placements {placements}"

@@ -143,20 +143,20 @@ def kept_storages(program: Program) -> set[int]:
 def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
     """Results of `launch` that are freed: unsharded parameters, gradients that are cast or copied
     to the CPU later on, and what else is moved. What is in place of an operand, or sent on, is
-    freed there. What the model moves itself ends as what it computes does.
+    freed there. Activations that are moved end as those that are computed do.
 
     `kept`: from `kept_storages`.
     """
     if is_unshard(launch):
         return unsharded(launch)
-    if ops.of(launch).of_model:
+    if ops.of(launch).holds:
         return []
     items = list(launch.users)
     taken = kept
     if is_in_place(launch):
         for operand in tags.operands(launch):
             maker = tags.source(operand) if operand.target is operator.getitem else operand
-            if is_launch(maker) and not ops.of(maker).of_model:  # freed as its result
+            if is_launch(maker) and not ops.of(maker).holds:  # freed as its result
                 taken = taken | tags.storage_ids(operand)
     return [item for item in items if not tags.storage_ids(item) & taken]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fxshard.config.checked import Config
 from fxshard.config.options import KEEPING
-from fxshard.errors import ConfigError
+from fxshard.errors import ConfigError, UnitError
 from fxshard.ir.names import modules_matching
 from fxshard.ir.units import Unit, index_of
 
@@ -81,6 +81,22 @@ def checkpointed_modules(
             f"unit only. Name modules: checkpoint={{'blocks.*': {wanted!r}}}, or give units=[...]."
         )
     return {fqn: wanted for unit in units[1:] for fqn in unit.fqns}
+
+
+def offloading(model: nn.Module, config: Config) -> Config:
+    """`config` with the FQNs of the modules that ``offload_activations`` names, if it names some.
+
+    Raises:
+        UnitError: a pattern matches no module.
+    """
+    named: Any = config.offload_activations
+    if not isinstance(named, tuple):
+        return config
+    try:
+        found = {fqn for key in named for fqn in modules_matching(model, key)}
+    except UnitError as error:
+        raise UnitError(str(error).replace("units", "offload_activations", 1)) from None
+    return config.changed({"offload_activations": tuple(sorted(found))})
 
 
 def _units_named(

@@ -55,7 +55,7 @@ class Figures:
         units: the units; index 0 is the root.
         world_size: ranks that parameters are sharded over.
         training: the program has a backward.
-        offloaded: shards and sharded gradients live on the CPU.
+        offloaded: shards and sharded gradients, or saved activations, live on the CPU.
         optimizer: class name of the analysed optimizer, or None.
         device: type of the device that is planned for.
         first_calls: the calls of the first step, where they are others.

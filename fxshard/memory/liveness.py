@@ -84,7 +84,7 @@ def analyse(
         units=last.units,
         world_size=last.world_size,
         training=last.signature.training,
-        offloaded=last.offloaded,
+        offloaded=any(program.uses_host for program in programs),
         optimizer=step.name if step else None,
         device=device,
         plan=plan,

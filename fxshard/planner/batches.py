@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxshard._torch import trees
-from fxshard.bytesize import is_count
+from fxshard.bytesize import is_count, is_size
 from fxshard.capture.shapes import with_sizes
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program, input_name
@@ -72,7 +72,8 @@ class Batches:
         if batch not in self._calls:
             self._calls[batch] = resized(self.workload.call, 0, self._example, batch or 1)
         args, kwargs = self._calls[batch]
-        if changes.get("chunk_loss"):  # for which no size can be left open
+        size = changes.get("offload_activations")
+        if changes.get("chunk_loss") or is_size(size):  # for which no size can be left open
             changes = {"dynamic": None, **changes}
         workload = self.workload.changed({**changes, "args": args, "kwargs": kwargs})
         return make_plan(workload, captures=self._captures, steps=self._steps, stems=self._stems)
@@ -105,7 +106,7 @@ class Batches:
     def _open(self, workload: Workload) -> Workload:
         """With the batch left open, as the user has named it or else wherever tensors have it."""
         config = workload.config
-        if self._example is None or config.dynamic or config.chunk_loss:
+        if self._example is None or config.dynamic or config.of_one_size:
             return workload
         leaves, _ = trees.tree_flatten_with_path(workload.call)
         batched = [

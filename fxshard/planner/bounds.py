@@ -394,7 +394,8 @@ def _is_bounded(each: Trial) -> bool:
     """True if the bounds are about plans with its options."""
     config = each.config
     free = FREE.issuperset(each.candidate.changes) and config.backend == "eager"
-    return not each.why and config.passes is None and free and not config.chunk_loss
+    whole = not config.chunk_loss and config.offload_activations is None
+    return not each.why and config.passes is None and free and whole
 
 
 def traced(policy: Any) -> str:

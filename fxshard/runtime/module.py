@@ -280,7 +280,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _on_full_parameters(method: Any) -> Any:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gathers = not hf.brings_its_state(method, (self, *args), kwargs)
+        placed = any(slot.param.placed for slot in self._fxshard.slots.values())
+        gathers = not (
+            hf.brings_its_state(method, (self, *args), kwargs)
+            or (placed and hf.gathers_its_state(method, self))
+        )
         with as_plain(self._fxshard) if gathers else as_users_own(self, hooks=True):
             return method(self, *args, **kwargs)
 

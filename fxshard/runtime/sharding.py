@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -283,8 +284,9 @@ def _refusal(
     """Why `model` cannot be sharded as it is now; None if it can."""
     sync = world if config.sync_module_states and isinstance(world, C10dWorld) else None
     try:
+        on = {param.fqn: param.mesh for unit in units for param in unit.params}
         for fqn, tensor in originals.items():
-            _check_shardable_now(fqn, tensor, world, config.offload is not None)
+            _check_shardable_now(fqn, tensor, world, on[fqn], config.offload is not None)
         for param in (param for unit in units for param in unit.params):
             if param.placed is not None:
                 _check_filled(param.fqn, originals[param.fqn], config, bool(sync))
@@ -347,11 +349,13 @@ def _agree_to_sync(model: nn.Module, refusal: UnitError | None, world: C10dWorld
 
 
 def _check_shardable_now(
-    fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld, offloaded: bool
+    fqn: str, tensor: nn.Parameter, world: C10dWorld | InProcessWorld, mesh: str, offloaded: bool
 ) -> None:
+    """`mesh`: the name of that of the parameter."""
     check_shardable(fqn, local_part(tensor))
     if isinstance(tensor, DTensor):
-        _check_placed(fqn, tensor, world)
+        own = world.meshes[mesh].mesh if isinstance(world, C10dWorld) else None
+        _check_placed(fqn, tensor, own)
     if autograd.has_gradient_hooks(tensor):
         raise UnitError(
             f"parameter {fqn!r} has a hook on its gradient, which sharding would drop. Register it "
@@ -368,10 +372,9 @@ def _check_shardable_now(
         )
 
 
-def _check_placed(fqn: str, tensor: DTensor, world: C10dWorld | InProcessWorld) -> None:
-    """Raise UnitError if a DTensor is none of tensor parallelism beside the mesh of `world`."""
+def _check_placed(fqn: str, tensor: DTensor, mesh: DeviceMesh | None) -> None:
+    """Raise UnitError if a DTensor is none of tensor parallelism beside `mesh`, its own."""
     what = f"parameter {fqn!r} is a DTensor already, on {tensor.device_mesh}"
-    mesh = world.mesh if isinstance(world, C10dWorld) else None
     if mesh is None:
         raise UnitError(
             f"{what}. In one process there is no such mesh: start with torchrun, and give "

@@ -413,6 +413,18 @@ class WatchedWorld:
         self._tracker.mark(made, Category.SHARDED_GRAD, host=True)
         return made
 
+    def offload(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.offload(tensors, pair)
+        self._tracker.mark(made, Category.ACTIVATION, host=True)
+        return made
+
+    def reload(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`."""
+        made = self._world.reload(tensors, device, pair)
+        self._tracker.mark(made, Category.ACTIVATION)
+        return made
+
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""
         made = self._world.pack(shards, dtype, pair)

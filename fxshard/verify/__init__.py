@@ -1,8 +1,8 @@
 """One check per Fact. A check raises VerifyError with the node at fault, or returns.
 
 The files: `applies` (when a Fact must hold), `structure` (edges, tags, units, launches),
-`buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `storages`, `streams`, `joined` and
-`schedules`.
+`buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `offloads`, `storages`, `streams`,
+`joined` and `schedules`.
 `walk` has what several of them look for in a graph.
 """
 
@@ -18,6 +18,7 @@ from fxshard.verify.checkpoints import recomputed
 from fxshard.verify.failure import fail
 from fxshard.verify.gradients import equal_chunks, reduced_once
 from fxshard.verify.joined import joined
+from fxshard.verify.offloads import offloaded
 from fxshard.verify.parameters import no_param_saved, params_unsharded
 from fxshard.verify.schedules import outlined
 from fxshard.verify.steps import stepped_once
@@ -61,6 +62,7 @@ CHECKS: dict[Fact, Callable[[Program], None]] = {
     Fact.EQUAL_CHUNKS: equal_chunks,
     Fact.STEPPED_ONCE: stepped_once,
     Fact.BOUNDED_INFLIGHT: bounded_inflight,
+    Fact.OFFLOADED: offloaded,
     Fact.FREED: freed,
     Fact.NO_USE_AFTER_FREE: no_use_after_free,
     Fact.STREAMS_ORDERED: streams_ordered,

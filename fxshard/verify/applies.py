@@ -82,6 +82,7 @@ APPLIES: dict[Fact, Applies] = {
     Fact.EQUAL_CHUNKS: has(lambda spec: spec.collective or spec.role == "reshard"),
     Fact.ONE_DTYPE: has(lambda spec: spec.collective),
     Fact.STEPPED_ONCE: stepped,
+    Fact.OFFLOADED: has(lambda spec: spec.of_activations),
     Fact.FREED: frees,
     Fact.NO_USE_AFTER_FREE: frees,
     Fact.BOUNDED_INFLIGHT: frees,

@@ -182,9 +182,10 @@ def _divided_alike(program: Program) -> None:
             factor = program.units[program.params[result.name].unit].divide_factor
             how = _divided(program, value, result.name, rows)
             groups.setdefault(factor, {})[value] = result.name, how
-    for found in groups.values():
+    for ways in groups.values():
+        found = _with_operations(program, ways)
         per_rank = {
-            node: (divisor / program.grid(name).ranks, {*operations})
+            node: (divisor / program.grid(name).divisor, {*operations})
             for node, (name, (divisor, operations)) in found.items()
         }
         in_all = {node: (how[0], {*how[1]}) for node, (_, how) in found.items()}
@@ -198,6 +199,17 @@ def _divided_alike(program: Program) -> None:
 
 
 Way = tuple[float, tuple[str, ...]]  # divisor of the sum over ranks, operations
+
+
+def _with_operations(
+    program: Program, ways: dict[fx.Node, tuple[str, Way]]
+) -> dict[fx.Node, tuple[str, Way]]:
+    """`ways`, where a mesh of one rank, which reduces nothing, has the operations of another."""
+    usual: tuple[str, ...] = next((how[1] for _, how in ways.values() if how[1]), ())
+    return {
+        node: (name, (how[0], usual if program.grid(name).ranks == 1 else how[1]))
+        for node, (name, how) in ways.items()
+    }
 
 
 def _way(how: Way) -> str:

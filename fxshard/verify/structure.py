@@ -136,7 +136,7 @@ def unshard_paired(program: Program) -> None:
         wait = mine[0]
         if order[wait] < order[launch]:
             fail(program, fact, wait, f"%{wait.name} stands before its launch %{launch.name}.")
-        held = tags.operands(launch) if ops.of(launch).of_model else []
+        held = tags.operands(launch) if ops.of(launch).holds else []
         if set(tags.operands(wait)) != {*launch.users, *held}:
             fail(program, fact, wait, f"%{wait.name} does not wait for all of %{launch.name}.")
         for reader in walk.alias_readers(program, launch):

@@ -134,6 +134,14 @@ def test_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 0 and ("Pre-Forward AC" in out) is has
 
 
+@pytest.mark.parametrize("told", [(), ("1MiB",), ("*",)])
+def test_offload_activations(capsys: pytest.CaptureFixture[str], told: tuple[str, ...]) -> None:
+    """What a small model saves is not worth a copy, unless it is asked for."""
+    code, out, err = run(capsys, "report", *BLOCKS, "--offload-activations", *told, "--json")
+    assert code == 0, err
+    assert (json.loads(out)["host_peak_bytes"] > 0) is bool(told)
+
+
 def test_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "fits", *BLOCKS, "--budget", "1GiB")
     assert (code, err) == (0, "")

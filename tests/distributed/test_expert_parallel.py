@@ -1,15 +1,27 @@
 """Rows that go to the ranks of their experts, as many as the data say, on real ranks."""
 
+import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fxshard
+from fxshard._torch.process_groups import fake_process_group
 from fxshard.ir import ops
+from fxshard.validation.compare import compare
+from fxshard.validation.rehearsal import split_steps, tracked
+from tests.distributed import expert_parallel_cases as cases
+from tests.distributed.expert_parallel_cases import Job
 from tests.experts import WIDTH, Experts
+from tests.ranks import told
 
 ROWS = 16
 # step -> rank -> how many rows it sends to each rank
@@ -54,3 +66,156 @@ def compared(rank: int, world_size: int, how: str) -> tuple[float, int, int]:
 def test_bitwise_as_fsdp2_in_one_program(ranks: Any, how: str) -> None:
     """Three launches (the batch needs no gradient), of sizes that each step has anew."""
     assert ranks(2).run(compared, how) == [(0.0, 1, 3)] * 2
+
+
+# -- experts of frameworks' models, on a mesh of their own -------------------------------------
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+EQUAL = {
+    "torchtitan's form": Job(),
+    "transformers, four ranks": Job("qwen3_moe", "compile", (2, 2), starved=True),
+    "transformers, no experts elsewhere": Job("mixtral", "compile", ()),
+}
+GRID = {
+    "titan, starved": Job(starved=True),
+    "titan, compile": Job(how="compile"),
+    "titan, four ranks": Job(shape=(2, 2)),
+    "titan, four ranks, compile": Job(how="compile", shape=(2, 2)),
+    "titan, of four": Job(how="compile", shape=(1, 4)),
+    "titan, low precision": Job(shape=(2, 2), given={"mp_policy": LOW}),
+    "titan, unsharded between": Job(shape=(2, 2), given={"reshard_after_forward": False}),
+    "qwen3_moe": Job("qwen3_moe", starved=True),
+    "qwen3_moe, four ranks": Job("qwen3_moe", shape=(2, 2)),
+    "qwen3_moe, low precision": Job("qwen3_moe", shape=(2, 2), given={"mp_policy": LOW}),
+    "qwen3_moe, no experts elsewhere": Job("qwen3_moe", "compile", ()),
+    "mixtral": Job("mixtral"),
+    "mixtral, four ranks": Job("mixtral", "compile", shape=(2, 2)),
+}
+
+
+def ranks_of(job: Job) -> int:
+    return math.prod(job.shape) if job.shape else 2
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_bitwise_as_fsdp2_with_the_same_experts(ranks: Any, name: str) -> None:
+    job = EQUAL[name]
+    assert ranks(ranks_of(job)).run(cases.differing, job) == [({}, 2)] * ranks_of(
+        job
+    )  # and one of evaluation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRID)
+def test_bitwise_as_fsdp2_in_each_way(ranks: Any, name: str) -> None:
+    job = GRID[name]
+    assert ranks(ranks_of(job)).run(cases.differing, job) == [({}, 2)] * ranks_of(
+        job
+    )  # and one of evaluation
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(how="compile", dtype=torch.float64, steps=2),
+        *(  # FSDP2 on gloo divides twice where copies of one rank are told to sum
+            pytest.param(Job("titan", how, (2, 1, 2), torch.float64), marks=pytest.mark.slow)
+            for how in ("compile", "fully_shard")
+        ),
+        pytest.param(Job("qwen3_moe", "compile", (2, 2), torch.float64), marks=pytest.mark.slow),
+        pytest.param(Job("mixtral", "compile", (2, 2), torch.float64), marks=pytest.mark.slow),
+    ],
+)
+def test_as_eager_on_the_batches_of_all_ranks(ranks: Any, job: Job) -> None:
+    assert max(ranks(ranks_of(job)).run(cases.from_eager, job)) < 1e-6
+
+
+def states(rank: int, world_size: int, job: Job, folder: str) -> tuple[float, float, float]:
+    """How far a norm, clipped gradients, and full and saved parameters are from the right."""
+    model = job.sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(cases.batch(rank, 0)).backward()
+    grads = [cases.full(param.grad) for param in model.parameters()]
+    wanted = torch.nn.utils.get_total_norm(grads)
+    norm = (model.clip_grad_norm_(0.5) - wanted).abs().item()
+    clipped = torch.nn.utils.get_total_norm([cases.full(p.grad) for p in model.parameters()])
+    optimizer.step()
+    known = {name: cases.full(param) for name, param in model.named_parameters()}
+    found = [model.full_state_dict(rank0_only=False)]
+    fxshard.save_checkpoint(folder, model, optimizer)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    fxshard.load_checkpoint(folder, model, optimizer)
+    found.append({name: cases.full(param) for name, param in model.named_parameters()})
+    differ = [(each[n] - v).abs().max().item() for each in found for n, v in known.items()]
+    return norm, (clipped - 0.5).abs().item(), max(differ)
+
+
+def test_norms_full_states_and_checkpoints(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2).run(states, Job(how="compile"), str(tmp_path)):
+        assert max(found) < 1e-6
+
+
+REFUSED = {
+    "experts_alone": "ConfigError: experts on .* get the tokens of 2 ranks, .* world_size=2",
+    "a_plan_of_others": "ConfigError: experts on .* get the tokens of 2 ranks, .* over 4",
+    "recomputed": "CaptureError: layers.1.moe.experts is in an activation checkpoint, .* Leave the",
+    "no_mesh": "UnitError: parameter 'layers.0.moe.experts.up' is a DTensor already, .* give the",
+}
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    model, _ = Job().spread()
+    ids = cases.batch(rank, 0)
+    return {
+        "experts_alone": told(lambda: fxshard.compile(model, mesh=Job().mesh["mod_ep"])),
+        "a_plan_of_others": told(lambda: fxshard.plan(model, (ids,), world_size=4)),
+        "recomputed": told(
+            lambda: fxshard.plan(model, (ids,), world_size=2, checkpoint="full", units=["layers.*"])
+        ),
+        "no_mesh": told(lambda: fxshard.compile(model)),
+    }
+
+
+def test_what_cannot_be_is_refused_by_name(ranks: Any) -> None:
+    for said in ranks(2).run(refused):
+        for name, text in REFUSED.items():
+            assert re.match(text, said[name]), (name, said[name])
+
+
+def test_a_mesh_without_a_dimension_for_each_experts_ranks() -> None:
+    with fake_process_group(0, 4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        model = parallelize_module(cases.Net(), mesh, {"layers.0.moe.experts": cases.ToRanks()})
+        said = told(lambda: fxshard.compile(model, mesh=mesh))
+    assert re.match(r"ConfigError: .* on the dimension 'ep' of .*, \(1, ranks\), ", said), said
+
+
+class Arriving(cases.ToRanks):
+    """How many rows come from each rank is said, as no other rank is there to say it."""
+
+    def _exchanged(self, counts: Tensor, group: Any) -> Tensor:
+        return counts * 0 + torch.tensor([5, 3, 4, 1])  # of two ranks, for this rank's two experts
+
+
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_bytes_are_exact_for_the_tokens_that_come(shape: tuple[int, int]) -> None:
+    """On a group that moves nothing: gloo's threads hold what was sent for a while."""
+    job = Job(shape=shape)
+    rows, ranks = cases.CHOSEN * cases.batch(0, 0).numel(), math.prod(shape)
+    with fake_process_group(0, ranks):
+        model = job.built()
+        for layer in model.layers:
+            weight = layer.moe.router.weight  # all go to the first rank's experts
+            torch.nn.init.zeros_(weight).requires_grad_(False)
+            parallelize_module(layer, job.mesh["ep"], {"moe.experts": Arriving()})
+        # rows that are sent to each rank, that come from each, and those of each expert
+        told = {"layers.*.moe.experts": [rows, 0, 5 + 3, 4 + 1, 5 + 4, 3 + 1]}
+        options: Any = {"optimizer": torch.optim.AdamW, "data_sizes": told}
+        call = (cases.batch(0, 0),)
+        plan = fxshard.plan(model, call, world_size=ranks, units=["layers.*"], **options)
+        found = compare(plan.memory, split_steps(tracked(plan.workload, 2), 2))
+        assert found.max_abs_difference == 0, found.table(only_different=True)
+        more = {"layers.*.moe.experts": [rows, 0, 16, 16, 16, 16]}
+        assert plan.replan(data_sizes=more).memory.peak_bytes > plan.memory.peak_bytes

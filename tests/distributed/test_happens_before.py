@@ -28,6 +28,7 @@ from tests.zoo import MODELS, Case
 HALF = {"mixed_precision": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 OFFLOAD = {"offload": CPUOffloadPolicy(pin_memory=False)}
 APART = {"pack_bytes": 0}
+ACTIVATIONS = {"offload_activations": "1GiB"}
 HYBRID = {"mesh": (2, 2), "strategy": "hybrid_shard"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -44,8 +45,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kept": HALF | {"reshard_after_forward": False},
     "no_shard": {"strategy": "no_shard"},
     "recomputed": HALF | {"checkpoint": "full"},
+    "activations": APART | ACTIVATIONS,
+    "activations_recomputed": HALF | ACTIVATIONS | OFFLOAD | {"checkpoint": "full"},
 }
-FAST = ["half_apart", "prefetch_2", "offload", "hybrid", "columns", "recomputed"]
+QUICK = ("half_apart", "activations")
+FAST = ["half_apart", "prefetch_2", "offload", "hybrid", "columns", "recomputed", "activations"]
 
 
 class Block(nn.Module):
@@ -156,7 +160,20 @@ LLAMA = Case(
 PARALLEL: dict[str, Any] = {"mesh": (2, 2), "names": ("dp", "tp")}
 
 
-@pytest.mark.parametrize("setting", ["default", "recomputed"])
+@pytest.mark.parametrize(
+    ("setting", "stalls"), [("activations", 0), ("offload", 1), ("activations_recomputed", 1)]
+)
+def test_the_host_waits_once_per_step_at_most(setting: str, stalls: int) -> None:
+    """Where backward ends, for the gradients that the CPU is to read."""
+    with watched(LAYERS, SETTINGS[setting]) as found:
+        seen: list[Stream] = []
+        for stream in found.machine.streams:
+            stream.synchronize = lambda stream=stream: seen.append(stream)  # type: ignore[method-assign]
+        found.step()
+        assert len(seen) == stalls
+
+
+@pytest.mark.parametrize("setting", ["default", "recomputed", "activations"])
 def test_no_race_of_tensor_parallelism(setting: str) -> None:
     with watched(LLAMA, SETTINGS[setting] | PARALLEL) as found:
         assert found.races() == 0, found.watch.races
@@ -241,14 +258,12 @@ def but(skipped: tuple[str, str], wait: Callable[[str, str], None]) -> Callable[
     "setting",
     [
         "half_apart",
-        *(pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS if s != "half_apart"),
+        "activations",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS if s not in QUICK),
     ],
 )
 def test_every_wait_that_is_left_out_is_found(setting: str) -> None:
-    """So that none is there for nothing, too.
-
-    The host waits for copies to it as well, which orders all that it issues behind: not here.
-    """
+    """So that none is there for nothing, too."""
     with watched(LAYERS, SETTINGS[setting]) as found:
         assert missed(found) == []
         assert found.races() == 0

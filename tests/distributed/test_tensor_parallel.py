@@ -40,6 +40,10 @@ GRID = {
     "tensors only": Job(cases.of_sequences, shape=(1, 4)),
     "data only": Job(cases.of_sequences, shape=(4, 1)),
     "offloaded": Job(options={"offload": CPUOffloadPolicy(pin_memory=False)}),
+    "activations": Job(options={"offload_activations": "1GiB"}),
+    "activations of sequences": Job(
+        cases.of_sequences, options={"offload_activations": ["layers.*"]}
+    ),
     "one unit": Job(options={"units": []}),
     "unsharded between": Job(options={"strategy": "shard_grad_op"}),
 }

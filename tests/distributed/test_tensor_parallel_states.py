@@ -240,7 +240,7 @@ REFUSED = {
     "muon": "StepError: parameter .* has an update that needs all of its rows",
     "pickled": "StepError: parameter 'layers.0.0.weight', .* cannot be pickled",
     "another_batch": "RankMismatchError: .*(fxshard.model_all_reduce|another group of ranks)",
-    "strategies": "ConfigError: tensor parallelism with units or parameters on meshes of their own",
+    "strategies": "ConfigError: tensor parallelism with units of a strategy of their own",
     "formulas": "ConfigError: formulas with parameter .* Plan once for each size",
 }
 

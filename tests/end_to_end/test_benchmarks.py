@@ -13,6 +13,7 @@ from benchmarks import (
     chunk_loss,
     figures,
     first_step,
+    offload_activations,
     overhead,
     page,
     passes,
@@ -207,7 +208,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(overhead, "DEPTH", 4)
         patch.setitem(EVERY, "smoke", llama("smoke", dim=64, depth=1, vocab=128, batch=1, seq=16))
         scripts = (step_time, peak_bytes, first_step, overhead, passes, scale, plan_405b)
-        for script in (*scripts, chunk_loss):
+        for script in (*scripts, chunk_loss, offload_activations):
             name = script.__name__.rpartition(".")[2]
             assert script.main(["--smoke", "--out", str(folder / f"{name}.json")]) == 0
     return folder
@@ -292,6 +293,14 @@ def test_chunk_loss_smoke(results: Path) -> None:
     assert (full["chunk_loss"], chosen["chunk_loss"]) == (False, True)
     assert chosen["peak_bytes"] < full["peak_bytes"] and chosen["nodes"] > full["nodes"]
     assert [row["chunk_loss"] for row in found["times"]] == [False, True, 256]
+
+
+@pytest.mark.slow
+def test_offload_activations_smoke(results: Path) -> None:
+    found = read(results, "offload_activations")["rows"]
+    for without, _, layers in (found[i : i + 3] for i in range(0, 9, 3)):
+        left = without["between_bytes"] - layers["between_bytes"]
+        assert left == layers["host_peak_bytes"] > without["host_peak_bytes"] == 0
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "pack_bytes": 0,
     "checkpoint": "full",
     "offload": CPUOffloadPolicy(),
+    "offload_activations": "8GiB",
     "reduce_op": "sum",
     "gradient_divide_factor": 3.0,
     "gradient_predivide_factor": 2.0,

@@ -49,6 +49,8 @@ FAULTS["skip_all_reduce"] = skipper(ops.all_reduce)
 FAULTS["skip_cast"] = skipper(ops.cast)
 FAULTS["skip_load"] = skipper(ops.load)
 FAULTS["skip_store"] = skipper(ops.store)
+FAULTS["skip_offload"] = skipper(ops.offload)
+FAULTS["skip_reload"] = skipper(ops.reload)
 FAULTS["skip_collective_of_the_model"] = skipper(*OF_MODEL)
 FAULTS["skip_reshard"] = skipper(ops.reshard)
 
@@ -130,6 +132,8 @@ FAULTS["repeat_reduce_scatter"] = repeater(ops.reduce_scatter)
 FAULTS["repeat_all_reduce"] = repeater(ops.all_reduce)
 FAULTS["repeat_collective_of_the_model"] = repeater(*OF_MODEL)
 FAULTS["repeat_store"] = repeater(ops.store)
+FAULTS["repeat_offload"] = repeater(ops.offload)
+FAULTS["repeat_reload"] = repeater(ops.reload)
 
 
 @fault

@@ -162,6 +162,7 @@ FAULTS["swap_gradients_of_a_reduction"] = swapper(ops.reduce_scatter)
 FAULTS["swap_shards_of_a_pack"] = swapper(ops.pack)
 FAULTS["swap_packed_gradients"] = swapper(aten.cat.default, role="pad")
 FAULTS["swap_operands_of_a_cast_load_or_store"] = swapper(ops.cast, ops.load, ops.store)
+FAULTS["swap_activations"] = swapper(ops.offload, ops.reload)
 
 
 def exchanger(*targets: Any) -> Fault:

@@ -93,6 +93,7 @@ def config(**compile: Any) -> Any:
         made = importlib.import_module("torchtitan.config").JobConfig()
     else:
         made = SimpleNamespace(compile=SimpleNamespace(enable=False, components=[]))
+        made.parallelism = SimpleNamespace(expert_parallel_comm_backend="standard")
     vars(made.compile).update(compile)
     return made
 
@@ -178,7 +179,6 @@ def test_after_an_error_torchs_function_is_back(specs: dict[str, Any], dims: Any
     [
         ("tp_enabled", "tensor_parallel_degree: "),
         ("cp_enabled", "context_parallel_degree: "),
-        ("ep_enabled", "expert_parallel_degree: "),
         ("fsdp_enabled", "data_parallel_shard_degree is 1: "),
     ],
 )
@@ -187,6 +187,35 @@ def test_other_parallelisms_are_refused(flag: str, option: str, specs: dict[str,
     asked = SimpleNamespace(**{"fsdp_enabled": True, **flags, flag: flag != "fsdp_enabled"})
     with pytest.raises(fxshard.ConfigError, match=rf"^parallelism\.{option}.*torchtitan's own"):
         specs["fxshard.llama3"].parallelize_fn(torch.nn.Linear(2, 2), asked, config())
+
+
+def test_kernels_that_send_tokens_are_refused(specs: dict[str, Any]) -> None:
+    flags = {"fsdp_enabled": True, "tp_enabled": False, "cp_enabled": False, "ep_enabled": True}
+    asked = config()
+    asked.parallelism.expert_parallel_comm_backend = "deepep"
+    with pytest.raises(fxshard.ConfigError, match=r"comm_backend is 'deepep': .*'standard'"):
+        parallelize = specs["fxshard.llama3"].parallelize_fn
+        parallelize(torch.nn.Linear(2, 2), SimpleNamespace(**flags), asked)
+
+
+def test_experts_get_the_rows_that_the_kernel_would_give_them(specs: dict[str, Any]) -> None:
+    """As loops say it; a run of rows may be empty, an expert and the end padded."""
+    fill = importlib.import_module(f"{OURS}.experts").fill_indices
+    for seed in range(20):
+        drawn = torch.Generator().manual_seed(seed)
+        ranks, experts = 1 + seed % 3, 1 + seed % 4
+        counts = torch.randint(0, 4, (ranks, experts), generator=drawn)
+        sizes = counts.sum(0) // 8 * 8 + 8
+        offsets, starts = sizes.cumsum(0) - sizes, counts.flatten().cumsum(0) - counts.flatten()
+        wanted = [-1] * (int(sizes.sum()) + 8)
+        for expert in range(experts):
+            place = int(offsets[expert])
+            for rank in range(ranks):
+                for row in range(int(counts[rank, expert])):
+                    wanted[place] = int(starts.view(ranks, experts)[rank, expert]) + row
+                    place += 1
+        found = fill(counts.flatten(), starts, offsets, experts, ranks, len(wanted))
+        assert found.dtype is torch.int32 and found.tolist() == wanted
 
 
 def test_compiled_blocks_are_refused(specs: dict[str, Any], dims: Any) -> None:

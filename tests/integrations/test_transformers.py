@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 
 import fxshard
@@ -15,7 +15,7 @@ from tests.fsdp2 import full
 from tests.integrations.accelerating import accelerating
 from tests.integrations.trainer_cases import logged
 from tests.ranks import Ranks
-from tests.tiny import llama, tokens, training
+from tests.tiny import VOCABULARY, llama, tokens, training
 
 Pools = Callable[[int], Ranks]
 
@@ -130,3 +130,49 @@ def test_tensor_parallelism_as_transformers_plans_it(ranks: Pools, tmp_path: Pat
     for found in answers:
         assert found["fxshard"] == found["torch"]
     assert answers[0]["fxshard"][0] != answers[2]["fxshard"][0], "batches differ"
+
+
+def with_expert_parallelism(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """With torch's FSDP2 and with fxshard, experts as transformers' own plan spreads them."""
+    found: dict[str, Any] = {}
+    config = DistributedConfig(fsdp_size=world_size, ep_size=2)
+    with accelerating(rank, world_size, "torch"):
+        for by in ("torch", "fxshard"):
+            if by == "fxshard":
+                integration.enable()
+            model: Any = Qwen3MoeForCausalLM.from_pretrained(
+                f"{folder}/saved", distributed_config=config
+            )
+            integration.disable()
+            assert isinstance(model, fxshard.FxshardModule) == (by == "fxshard")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            losses = []
+            for step in range(3):
+                ids = tokens(10 * step + rank, 2, 6)
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            model.save_pretrained(f"{folder}/{by}")
+            back = Qwen3MoeForCausalLM.from_pretrained(f"{folder}/{by}").state_dict()
+            parameters = {name: full(param).tolist() for name, param in model.named_parameters()}
+            found[by] = losses, parameters, {name: t.tolist() for name, t in back.items()}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_expert_parallelism_as_transformers_plans_it(
+    ranks: Pools, tmp_path: Path, count: int
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = Qwen3MoeConfig(**sizes, **heads, **experts, num_hidden_layers=2)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "saved")
+    answers = ranks(count).run(with_expert_parallelism, str(tmp_path))
+    for found in answers:
+        assert found["fxshard"] == found["torch"]
+    assert answers[0]["fxshard"][0] != answers[1]["fxshard"][0], "batches differ"

@@ -167,8 +167,9 @@ def test_open_sizes() -> None:
         {"optimizer_in_backward": True, "optimizer": torch.optim.SGD},
         {"max_bucket_bytes": "1KiB", "max_inflight": 2},
         {"strategy": "hybrid_shard", "world_size": (2, 2)},
+        {"offload_activations": "1GiB"},
     ],
-    ids=["selective", "full", "in_backward", "buckets", "hybrid"],
+    ids=["selective", "full", "in_backward", "buckets", "hybrid", "activations"],
 )
 @pytest.mark.sample(2)
 def test_options(options: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from fxshard.passes.insert_step import InsertStep
 from tests import graphs, interpreter
 from tests.interpreter import Found, Values
 from tests.passes.passes_cases import marked
-from tests.passes.test_streams import SMALL, untouched
+from tests.passes.test_streams import SMALL, options_of, untouched
 from tests.verify.settings import SETTINGS
 from tests.zoo import MODELS
 
@@ -88,7 +88,7 @@ def test_passes_keep_the_meaning(name: str) -> None:
     steps = functools.partial(graphs.layered, optimizer_in_backward=True)
     build = {**SMALL, "checkpoints": marked, "steps": steps}[name]
     start = build()
-    config = Config(**({} if name.startswith("packed") else graphs.APART))
+    config = Config(**options_of(name))
     passes = with_step(config) if name == "steps" else pipeline.default_passes(config)
     values = interpreter.values_of(start, ranks_of(start))
     assert assert_keeps(start, values, passes, divides=name == "fp16") >= 12

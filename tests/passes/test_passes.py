@@ -31,6 +31,7 @@ from fxshard.passes.cut_rows import CutRows
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
 from fxshard.passes.join_ranks import JoinRanks
+from fxshard.passes.offload_activations import OffloadActivations
 from fxshard.passes.prefetch import Prefetch
 from tests import graphs
 from tests.distributed.slow_links import SLOW_LINKS
@@ -55,6 +56,7 @@ ASKED_FOR = {
     "insert_step": "launch_collectives",
     "join_ranks": "bucket",
     "async_tensor_parallel": "launch_collectives",
+    "offload_activations": "reinplace",
     "cut_rows": "assign_units",
     "chunk_loss": "assign_units",
 }
@@ -408,6 +410,7 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
             graphs.along_the_sequence,
         ),
         ("launch_collectives", "each", None, graphs.of_its_own),
+        ("offload_activations", "chain", OffloadActivations(10**6), partial(graphs.chain, 3)),
         ("reinplace", "dying", None, partial(graphs.parse, DYING, root)),
         ("annotate_streams", "chain", None, graphs.chain),
         (

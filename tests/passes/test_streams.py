@@ -59,12 +59,20 @@ SMALL: dict[str, Build] = {
     "packed_offload": functools.partial(graphs.layered, offloaded=True),
     "packed_hybrid": functools.partial(graphs.layered, replicas=2),
     "packed_reshard_2_of_4": functools.partial(graphs.layered, world_size=4, reshard=2),
+    "activations": functools.partial(graphs.chain, 3),
+    "packed_activations_offload": functools.partial(graphs.layered, offloaded=True),
 }
 
 
+def options_of(name: str) -> dict[str, Any]:
+    """Of one of `SMALL`: packed, as by default, where its name says so; activations offloaded."""
+    found = {} if name.startswith("packed") else dict(APART)
+    return found | ({"offload_activations": "1GiB"} if "activations" in name else {})
+
+
 def small(name: str, prefetch: int = 1) -> Program:
-    """One of `SMALL` after the pipeline; packed, as by default, where its name says so."""
-    return annotated(SMALL[name](), prefetch, **({} if name.startswith("packed") else APART))
+    """One of `SMALL` after the pipeline."""
+    return annotated(SMALL[name](), prefetch, **options_of(name))
 
 
 def annotated(program: Program, prefetch: int = 1, **options: Any) -> Program:

@@ -125,6 +125,7 @@ def test_a_context_is_around_each_trace_and_the_report() -> None:
         ({"mesh": {"dp": 0}}, "'dp' has 0 ranks"),
         ({"mesh": {"pp": 2, "dp": 2}}, "pipeline_stage=True"),
         ({"mesh": {"dp": 2, "cp": 2}}, "context="),
+        ({"mesh": {"dp": 2, "ep": 2}}, "experts on ranks of their own"),
         ({"mesh": MESH, "parallelize": None}, "places no parameter on 'dp', 'tp'"),
         ({"mesh": {"a": 2, "b": 2, "tp": 2}}, "strategy='hybrid_shard'"),
         ({"mesh": {"dp": 4}}, "raised KeyError"),

@@ -10,6 +10,7 @@ from unittest import mock
 from torch import nn
 
 import fxshard
+from fxshard.integrations.torchtitan.experts import let_experts_be_traced
 
 Parallelize = Callable[[nn.Module, Any, Any], nn.Module]
 
@@ -38,6 +39,7 @@ def by_fxshard(parallelize: Parallelize) -> Parallelize:
         model: nn.Module, parallel_dims: Any, job_config: Any
     ) -> nn.Module:
         _refuse(parallel_dims, job_config)
+        let_experts_be_traced()
         calls = parallelize.__globals__["apply_fsdp"].__globals__
         with mock.patch.dict(calls, fully_shard=fxshard.fully_shard):
             return parallelize(model, parallel_dims, job_config)
@@ -54,14 +56,19 @@ def _refuse(parallel_dims: Any, job_config: Any) -> None:
     said = {
         "parallelism.tensor_parallel_degree": parallel_dims.tp_enabled,
         "parallelism.context_parallel_degree": parallel_dims.cp_enabled,
-        "parallelism.expert_parallel_degree": parallel_dims.ep_enabled,
     }
     for option, is_on in said.items():
         if is_on:
             raise fxshard.ConfigError(
-                f"{option}: fxshard shards over data-parallel ranks alone. Set it to 1, or use "
-                "torchtitan's own model."
+                f"{option}: fxshard shards over data-parallel ranks, and those of experts, alone. "
+                "Set it to 1, or use torchtitan's own model."
             )
+    backend = getattr(job_config.parallelism, "expert_parallel_comm_backend", "standard")
+    if parallel_dims.ep_enabled and backend != "standard":
+        raise fxshard.ConfigError(
+            f"parallelism.expert_parallel_comm_backend is {backend!r}: its kernels are in no graph "
+            "that fxshard can trace. Set it to 'standard', or use torchtitan's own model."
+        )
     if job_config.compile.enable and "model" in job_config.compile.components:
         raise fxshard.ConfigError(
             "compile.components has 'model': fxshard makes one program of all blocks. Leave it "

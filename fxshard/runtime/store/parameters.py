@@ -373,11 +373,12 @@ class ParameterStore:
         """Raise StepError where some ranks hold other parameters under a name than others do.
 
         So it is with a mesh that does not have all ranks: those of each such mesh train their own.
+        Unless the parameter is a DTensor over the others, as that of experts is.
         """
         ranks = self.world.grids[""].ranks
         for fqn, slot in self.slots.items():
-            grid = self.world.grids[slot.param.mesh]
-            if grid.ranks < ranks:
+            grid, placed = self.world.grids[slot.param.mesh], slot.param.placed
+            if grid.ranks * (1 if placed is None else placed.mesh.size()) < ranks:
                 raise StepError(
                     f"{what}: parameter {fqn!r} is on mesh {grid.name!r} of {grid.ranks} of the "
                     f"{ranks} ranks, and the others hold one of their own under this name: there "

@@ -204,7 +204,7 @@ class ReadableStore(ParameterStore):
 
     def _division(self, slot: Slot, dtype: torch.dtype) -> eager.Division:
         factor = self.units[slot.param.unit].divide_factor
-        return self.reduction.division(dtype, self.world.grids[slot.param.mesh].ranks, factor)
+        return self.reduction.division(dtype, self.world.grids[slot.param.mesh], factor)
 
     @property
     def reduction(self) -> InsertReduce:

@@ -60,13 +60,15 @@ class Members:
     sharded: bool = True
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, name: str = "", *, sharded: bool = True) -> Members:
-        """The ranks of a mesh; `name`: see `layout.Grid`."""
+    def of(
+        cls, mesh: DeviceMesh, name: str = "", *, sharded: bool = True, batches: int = 0
+    ) -> Members:
+        """The ranks of a mesh; `name` and `batches`: see `layout.Grid`."""
         last = mesh.ndim - 1
         shards = mesh.size(last) if sharded else 1
         replicas = mesh.size(0) if mesh.ndim == 2 or not sharded else 1
         rank = mesh.get_local_rank(last) if sharded else 0
-        return cls(mesh, layout.Grid(shards, replicas, name), rank, sharded)
+        return cls(mesh, layout.Grid(shards, replicas, name, batches), rank, sharded)
 
     @property
     def groups(self) -> dict[str, dist.ProcessGroup]:
@@ -82,6 +84,11 @@ class Members:
         """Of a parameter on `mesh` that is sharded along a dimension."""
         every = layout.placements(dim)
         return [every[name.partition("@")[0]] for name in self.groups]
+
+
+def _among(some: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """True if the ranks of `some` are ranks of `mesh` too."""
+    return {*some.mesh.flatten().tolist()} <= {*mesh.mesh.flatten().tolist()}
 
 
 class C10dWorld(AgreeingRank):
@@ -135,16 +142,17 @@ class C10dWorld(AgreeingRank):
                 parent = self.groups[each.grid.group("shard")]
                 group = process_groups.new_group(mine, parent)
                 self.groups[each.grid.group(f"reshard{size}")] = group
-        everyone = [*own.groups]
+        everyone, ranks = [*own.groups], mesh.size()
         if beside is not None:
             self.groups[group_name(beside)] = beside.get_group()
-            everyone.append(group_name(beside))
+            if not _among(beside, mesh):
+                everyone.append(group_name(beside))
+                ranks *= beside.size()
         if mesh.device_type == "cpu":
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dict[str, dist.ProcessGroup] = {}
         peers = {name: Peers(group) for name, group in self.groups.items()}
         every = [peers[name] for name in everyone]
-        ranks = mesh.size() * (1 if beside is None else beside.size())
         if len(every) > 1 and ranks == dist.get_world_size():
             every = [Peers(_default_group())]
             near = peers["shard" if sharded else "replicate"]
@@ -320,6 +328,9 @@ class C10dWorld(AgreeingRank):
                 to.copy_(tensor, non_blocking=True)
         return made
 
+    def reload(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
+        return self.load(tensors, device, pair)
+
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         pin = tensors[0].device.type == "cuda"
         made = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
@@ -327,6 +338,9 @@ class C10dWorld(AgreeingRank):
             for to, tensor in zip(made, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
         return made
+
+    def offload(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
+        return self.store(tensors, pair)
 
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
         flat = shards[0].new_empty(sum(shard.numel() for shard in shards), dtype=dtype)
@@ -367,8 +381,10 @@ class C10dWorld(AgreeingRank):
             for work in self._launched.get(pair, _Launch()).works:  # nothing, of what was kept
                 self.finish(work)
         self._launched.pop(pair, None)
-        if self.cuda is not None and tensors[0].device.type == "cpu":
-            self._stream("store").synchronize()  # the CPU reads the copies
+
+    def synchronize(self, stream: str) -> None:
+        if self.cuda is not None:
+            self._stream(stream).synchronize()
 
     def wait_event(self, stream: str, event: str) -> None:
         if self.cuda is not None:

@@ -218,6 +218,9 @@ class InProcessWorld:
         """Copies on the CPU."""
         return self.load(ranks, "cpu")
 
+    reload = load
+    offload = store
+
     def pack(self, ranks: Ranks, dtype: torch.dtype) -> Ranks:
         """The shards of each rank in one flat tensor."""
         return [[torch.cat([s.reshape(-1).to(dtype) for s in shards])] for shards in ranks]

@@ -20,7 +20,7 @@ from fxshard.config.checked import Config
 from fxshard.config.world_size import grid
 from fxshard.errors import ConfigError, UnitError
 from fxshard.ir import meshes
-from fxshard.ir.tensor_parallel import group_name, the_mesh
+from fxshard.ir.tensor_parallel import EXPERTS, group_name, the_mesh
 from fxshard.ir.units import Unit, check_reshard
 from fxshard.runtime.world.c10d import C10dWorld, Members
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -37,14 +37,15 @@ def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10
         mesh: of data parallelism alone.
 
     Raises:
-        ConfigError: parameters are on several meshes beside tensor parallelism.
+        ConfigError: a unit has a strategy of its own beside tensor parallelism.
     """
     beside = the_mesh([param for unit in units for param in unit.params])
-    if beside is not None and (several := meshes.of_units(units) - {""}):
+    by_strategy = sorted(meshes.of_units(units) & {meshes.SHARED, meshes.COPIED})
+    if beside is not None and by_strategy:
         raise ConfigError(
-            f"tensor parallelism with units or parameters on meshes of their own "
-            f"({', '.join(map(repr, sorted(several)))}): beside {group_name(beside)!r} all are "
-            f"sharded over one mesh, by one strategy. Leave one of the two out."
+            f"tensor parallelism with units of a strategy of their own "
+            f"({', '.join(map(repr, by_strategy))}): beside {group_name(beside)!r} one strategy "
+            f"is that of all. Leave one of the two out."
         )
     others = _other_meshes(mesh, config, units)
     check_reshard(units, mesh.size(mesh.ndim - 1), [members.grid for members in others])
@@ -57,10 +58,13 @@ def _other_meshes(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> 
     """The ranks of the meshes that parameters are on besides `mesh`; collective over it."""
     named, found = meshes.named(config), []
     flat: DeviceMesh | None = mesh if mesh.ndim == 1 else None
-    for name in sorted(meshes.of_units(units) - {""}):
+    used = sorted(meshes.of_units(units) - {""})
+    meshes.require_batches(config, used, mesh.size())
+    for name in used:
         if name in named:
             meshes.require_within(mesh, name, named[name])
-            found.append(Members.of(named[name], name))
+            batches = meshes.own_grid(config, name).batches
+            found.append(Members.of(named[name], name, batches=batches))
             continue
         flat = flat or _flattened(mesh)
         found.append(Members.of(flat, name, sharded=name == meshes.SHARED))
@@ -156,8 +160,11 @@ def _without_tensor_parallel(
         )
     names = mesh.mesh_dim_names or ()
     left = beside_others(mesh, units)
-    if len(left) == len(names):
+    of_experts = group_name(beside) == EXPERTS
+    if len(left) == len(names) or (of_experts and names[0] == EXPERTS):
         return _with_contexts(mesh)  # the data-parallel part
+    if of_experts:
+        return _joined_with(mesh, EXPERTS, 1 + config.hybrid)
     rest = _with_contexts(mesh[left])
     if rest.ndim != 1 + config.hybrid:
         dims = "two, replicate x shard" if config.hybrid else "one"
@@ -189,9 +196,20 @@ def _with_contexts(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if CONTEXTS not in names[1:]:
         return mesh
-    at = names.index(CONTEXTS)
+    return _joined_with(mesh, CONTEXTS)
+
+
+def _joined_with(mesh: DeviceMesh, name: str, dims: int | None = None) -> DeviceMesh:
+    """`mesh`, with its dimension `name` and the one before it as one.
+
+    Args:
+        dims: how many dimensions are left, up to that one; None: all.
+    """
+    names = mesh.mesh_dim_names or ()
+    at = names.index(name)
     both = flattened(mesh[names[at - 1 : at + 1]])
     rest = (*names[: at - 1], *(both.mesh_dim_names or ()), *names[at + 1 :])
+    rest = rest if dims is None else rest[at - dims : at]
     return both if len(rest) == 1 else root_of(mesh)[rest]
 
 
