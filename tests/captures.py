@@ -27,7 +27,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxshard._torch import context_parallel, trees
 from fxshard._torch import modules as torch_modules
@@ -64,7 +64,7 @@ class Shared:
             capture = functools.partial(self._capture, model, args, kwargs, **options)
             shared = self._everywhere and FOLDER in os.environ and _has_no_address(key)
             self._made[key] = _once_in_a_run(key, capture) if shared else capture()
-        return self._made[key]
+        return _again(self._made[key])
 
     def _key(self, model: nn.Module, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         """Of all that a trace sees, but for what the code of the model reads elsewhere."""
@@ -138,6 +138,14 @@ class Shared:
             return kind
         self._keep.append(kind)
         return kind, hex(id(kind))
+
+
+def _again(program: Program) -> Program:
+    """A graph of its own: who asked may run passes over it, and others ask too."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {})).meta = dict(program.output.meta)
+    results, facts = list(program.results), set(program.facts)
+    return dataclasses.replace(program, graph=graph, results=results, facts=facts)
 
 
 def _is_read(name: str) -> bool:
