@@ -356,7 +356,8 @@ def fully_shard(
     own = [""] if root is modules[0] else [str(i) for i in range(len(modules))]
     with unchanged_on_error(root):
         inner = taken_over(root, call, own)
-        config = Config.from_options(options_of(inner.calls, inner.mesh))
+        names = dict(root.named_parameters(remove_duplicate=False))
+        config = Config.from_options(options_of(inner.calls, inner.mesh, names))
         compiled = _compiled(root, config, mesh=inner.mesh, kept=inner.slots, by_calls=True)
         runtime = compiled._fxshard
         runtime.unit_calls = inner.calls

@@ -1,4 +1,13 @@
-"""assign-checkpoints: mark the calls of modules whose activations the user wants recomputed."""
+"""assign-checkpoints: mark the calls of modules whose activations the user wants recomputed.
+
+Note: sizes from data
+=====================
+Experts on other ranks get as many rows as the data say. A checkpoint around them saves, whatever
+its policy says, these numbers, and the choice that they come from: the integers that ``topk`` makes
+of scores, which are few. All else that is not saved is recomputed, the collectives too: as every
+rank runs the same program, in the same order on all. If the choice were made again, of scores that
+another kernel rounds otherwise, rows would not fit the numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from fxshard._torch.traced_collectives import WAIT
 from fxshard.cost.activations import Seconds, choose
 from fxshard.cost.hardware import PRESETS
 from fxshard.cost.operators import node_seconds
@@ -27,7 +37,10 @@ HEAVY = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.all_to_all_single.default,  # of experts: rows that others wait for
 )
+NUMBER = aten._local_scalar_dense.default  # item(), and what tolist() calls
+CONVERSIONS = (aten._to_copy.default,)
 SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -62,26 +75,77 @@ class AssignCheckpoints:
     ensures: ClassVar[frozenset[Fact]] = frozenset()
 
     def apply(self, program: Program) -> None:
-        if not program.checkpoints:
-            return
-        numbers: dict[Any, int] = {}  # in the order in which forward runs them
-        for node in (*program.phase("forward"), *program.phase("backward")):
-            tag = tags.get(node)
-            call = checkpointed_call(program, tag.call)
-            own = tag.checkpoint is not None
-            key = ("own", tag.checkpoint) if own else ("call", call)
-            if not own and call is None:
-                continue
-            number = numbers.setdefault(key, len(numbers))
-            save = tag.save
-            if not own and call is not None and tag.phase == "forward":
-                save = is_saved(node, program.checkpoints[program.calls[call].module])
-            save = save and node.target is not operator.getitem  # its operator is saved
-            tags.update(node, checkpoint=number, save=save)
+        if program.checkpoints:
+            assign(program)
+        save_what_must_be(program)
         budget = next((p for p in program.checkpoints.values() if isinstance(p, int)), None)
         if budget is not None and program.signature.training:
             for node in choose(program, budget, self.seconds):
                 tags.update(node, save=True)
+            save_waits(program)
+
+
+def assign(program: Program) -> None:
+    """Number the checkpoints, and mark what their policies save."""
+    numbers: dict[Any, int] = {}  # in the order in which forward runs them
+    for node in (*program.phase("forward"), *program.phase("backward")):
+        tag = tags.get(node)
+        call = checkpointed_call(program, tag.call)
+        own = tag.checkpoint is not None
+        key = ("own", tag.checkpoint) if own else ("call", call)
+        if not own and call is None:
+            continue
+        number = numbers.setdefault(key, len(numbers))
+        save = tag.save
+        if not own and call is not None and tag.phase == "forward":
+            save = is_saved(node, program.checkpoints[program.calls[call].module])
+        save = save and node.target is not operator.getitem  # its operator is saved
+        tags.update(node, checkpoint=number, save=save)
+
+
+def save_what_must_be(program: Program) -> None:
+    """Mark what checkpoints save whatever their policies say: see the note on sizes from data."""
+    forward = [n for n in program.phase("forward") if tags.get(n).checkpoint is not None]
+    numbers = [node for node in forward if node.target is NUMBER]
+    for node in (*numbers, *choices(numbers)):
+        tags.update(node, save=True)
+    save_waits(program)
+
+
+def save_waits(program: Program) -> None:
+    """Mark the waits for collectives whose results are saved: these are there after a wait."""
+    for node in program.phase("forward"):
+        if node.target is WAIT and tags.get(tags.source(node)).save:
+            tags.update(node, save=True)
+
+
+def choices(numbers: list[fx.Node]) -> set[fx.Node]:
+    """The integers and masks that numbers are computed from, where they come from other values."""
+    found: set[fx.Node] = set()
+    seen, todo = set(numbers), list(numbers)
+    while todo:
+        node = todo.pop()
+        if is_choice(node):
+            found.add(node)
+            continue
+        sources = [n for n in node.all_input_nodes if n.op == "call_function" and n not in seen]
+        seen.update(sources)
+        todo += sources
+    return {node for node in found if tags.get(node).checkpoint is not None}
+
+
+def is_choice(node: fx.Node) -> bool:
+    """True if `node` is integers or a mask, and is no copy of the floating-point numbers it reads.
+
+    Of an operator with several results, such as a sort, it is the item.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return False
+    made = tags.source(node) if node.target is operator.getitem else node
+    read = [n.meta.get("val") for n in made.all_input_nodes]
+    floats = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in read)
+    return floats and made.target not in CONVERSIONS
 
 
 def checkpointed_call(program: Program, call: int | None) -> int | None:

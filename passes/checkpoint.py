@@ -168,10 +168,9 @@ def copy_before(
     for node in chain:
         if node.target is torch.ops.aten._local_scalar_dense.default:
             raise CaptureError(
-                f"{tags.get(node).module or 'the root module'} is in an activation checkpoint, and "
-                f"reads how many rows go where from its data (item(), tolist()): numbers are not "
-                f"read again in backward. Leave the checkpoint out of modules that do so, such as "
-                f"those whose experts are on other ranks."
+                f"%{node.name} of {tags.get(node).module or 'the root module'} is a number read "
+                f"from data, which is not read again in backward, and nobody has said that it is "
+                f"saved: assign-checkpoints has not run."
             )
         tag = tags.changed(
             tags.get(node), phase="backward", checkpoint=number, recomputed=True, save=False

@@ -22,17 +22,20 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Initialise torch.distributed's default group as a fake one for the time of the block.
 
     A fake group runs one rank alone: an all-gather repeats this rank's input, a reduce-scatter
-    keeps its chunk (torch/csrc/distributed/c10d/FakeProcessGroup.hpp).
+    keeps its chunk (torch/csrc/distributed/c10d/FakeProcessGroup.hpp). No mesh of an earlier group
+    is taken for an equal one of this group, nor one of this for one of a later group.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # torch puts the rank before each line of a traceback, once per group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    forget_meshes()
     try:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
         sys.excepthook = hook
 
 

@@ -62,7 +62,8 @@ def with_experts(config: Config, params: Mapping[str, Any]) -> Config:
 
     Its ranks have batches of their own, and experts of which each serves the tokens of all of them.
     So what no other rank has is shared by the ranks of the dimension before it alone (a hybrid
-    strategy: of the two before it), and its gradients are of the batches of all.
+    strategy: of the two before it), and its gradients are of the batches of all. Of a model that
+    tensor parallelism cuts too, some of these ranks have one batch, and a part of its tokens each.
 
     Args:
         config: whose ``shard_placement_fn`` is a dict, or None.
@@ -73,15 +74,19 @@ def with_experts(config: Config, params: Mapping[str, Any]) -> Config:
     """
     given: Any = config.shard_placement_fn or {}
     found = {}
+    placed = [
+        p.device_mesh for p in params.values() if isinstance(p, DTensor) and not is_sharded(p)
+    ]
+    one_batch = next((m.size() for m in placed if m.ndim == 1 and group_name(m) != EXPERTS), 1)
     for fqn, param in params.items():
         place = given.get(fqn)
         if not isinstance(param, DTensor) or is_sharded(param) or isinstance(place, OnMesh):
             continue
         if param.device_mesh.ndim == 1 and group_name(param.device_mesh) == EXPERTS:
             mesh = root_of(param.device_mesh)
-            names: Any = mesh.mesh_dim_names
-            at, dims = names.index(EXPERTS), 1 + config.hybrid
-            if at < dims:
+            names: Any = mesh.mesh_dim_names or ()
+            at, before = names.index(EXPERTS) if EXPERTS in names else 0, 1 + config.hybrid
+            if at < before:
                 raise ConfigError(
                     f"parameter {fqn!r} is a DTensor on the dimension {EXPERTS!r} of {mesh}: "
                     f"strategy {config.strategy!r} shards experts over "
@@ -89,8 +94,9 @@ def with_experts(config: Config, params: Mapping[str, Any]) -> Config:
                     f"a mesh that has {'them' if config.hybrid else 'one'}, if only of size 1: "
                     f"init_device_mesh(device, (1, ranks), mesh_dim_names=('dp', 'ep'))."
                 )
-            own = mesh[names[at - dims : at]]
-            found[fqn] = OnMesh(place or Shard(0), own, own.size() * param.device_mesh.size())
+            own = mesh[names[at - before : at]]
+            batches = own.size() * param.device_mesh.size() // one_batch
+            found[fqn] = OnMesh(place or Shard(0), own, batches)
     return dataclasses.replace(config, shard_placement_fn=given | found) if found else config
 
 

@@ -61,7 +61,7 @@ from fxshard.ir.domain import Domain
 from fxshard.ir.layout import Grid, ParamLayout, layouts
 from fxshard.ir.needs import Needs
 from fxshard.ir.schedule import Schedule
-from fxshard.ir.tensor_parallel import Placed
+from fxshard.ir.tensor_parallel import EXPERTS, Placed
 from fxshard.ir.units import Param, Reductions, Unit
 
 
@@ -255,6 +255,9 @@ class Program:
     _params: tuple[Any, dict[str, Param]] | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
+    _parallel: tuple[Any, dict[str, Placed]] | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
     _layouts: tuple[Any, dict[str, ParamLayout]] | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
@@ -268,17 +271,20 @@ class Program:
         return self._params[1]
 
     @property
-    def parallel(self) -> Placed | None:
-        """Where a parameter is that tensor parallelism has placed: all are on the same ranks."""
-        return next((p.placed for p in self.params.values() if p.placed is not None), None)
+    def parallel(self) -> dict[str, Placed]:
+        """Where parameters are that tensor parallelism has placed, and experts: by the group."""
+        if self._parallel is None or self._parallel[0] is not self.units:
+            placed = [p.placed for p in self.params.values() if p.placed is not None]
+            self._parallel = self.units, {each.group: each for each in placed}
+        return self._parallel[1]
 
     @property
     def apart(self) -> int:
         """Distance between two ranks that share a parameter: ranks of tensor parallelism lie
         between them if they are neighbours.
         """
-        parallel = self.parallel
-        return 1 if parallel is None else parallel.ranks_between
+        own = [each for group, each in self.parallel.items() if group != EXPERTS]
+        return next((each.ranks_between for each in own or self.parallel.values()), 1)
 
     def group_of(self, call: fx.Node) -> str | None:
         """What the ranks of a collective are called; None if the model calls it on its own.
@@ -287,10 +293,10 @@ class Program:
             call: an operator of ours, or a functional collective.
         """
         parallel = self.parallel
-        if call.target in ops.OPERATORS or parallel is None:
+        if call.target in ops.OPERATORS or not parallel:
             return ops.group(call)
-        mine = is_collective(call) and call.args[-1] == parallel.process_group
-        return parallel.group if mine else None
+        mine = [g for g, each in parallel.items() if call.args[-1] == each.process_group]
+        return mine[0] if mine and is_collective(call) else None
 
     def reduces(self, fqn: str) -> Reductions:
         """Which reductions the gradient of a parameter goes through (see `Unit.reduce`).

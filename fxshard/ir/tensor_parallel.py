@@ -10,7 +10,7 @@ parallelism.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -154,21 +154,39 @@ def placed(fqn: str, param: nn.Parameter) -> Placed | None:
     return found
 
 
-def the_mesh(params: Sequence[Any]) -> DeviceMesh | None:
-    """The mesh of those of `params` (`fxshard.ir.units.Param`) that are placed on one.
+def placed_meshes(params: Iterable[Any]) -> list[DeviceMesh]:
+    """The dimensions that `params` (`fxshard.ir.units.Param`) are placed on, at most two.
+
+    That of tensor parallelism comes first, and then that of experts. The ranks of the former have
+    one batch, of which each sends its part of the tokens to experts: so they are among the latter.
 
     Raises:
-        UnitError: they are on several.
+        UnitError: there are others, or the ranks of the first are not among those of the second.
     """
-    first: Any = None
+    found: dict[bool, Any] = {}  # by whether they are of experts: a parameter that is on one
     for param in params:
         if param.placed is None:
             continue
-        first = first or param
+        first = found.setdefault(param.placed.group == EXPERTS, param)
         if param.placed.mesh != first.placed.mesh:
             raise UnitError(
                 f"parameter {first.fqn!r} is a DTensor on {first.placed.mesh}, and {param.fqn!r} "
-                f"on {param.placed.mesh}: fxshard knows one dimension of tensor parallelism. Give "
-                f"parallelize_module the same for both."
+                f"on {param.placed.mesh}: fxshard knows one dimension of tensor parallelism, and "
+                f"one of experts, {EXPERTS!r}. Give parallelize_module the same for both."
             )
-    return None if first is None else first.placed.mesh
+    meshes: list[DeviceMesh] = [found[key].placed.mesh for key in sorted(found)]
+    if len(meshes) == 2 and not among(*meshes):
+        tensor, experts = meshes
+        raise UnitError(
+            f"experts such as {found[True].fqn!r} are spread over {experts}, which has not the "
+            f"ranks of {tensor}, of {found[False].fqn!r}: these share a batch, so that experts get "
+            f"its tokens once only if they are spread over these ranks too. Make a mesh whose "
+            f"{EXPERTS!r} has all ranks of {group_name(tensor)!r}, as torchtitan's has with "
+            f"expert_tensor_parallel_degree=1."
+        )
+    return meshes
+
+
+def among(some: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """True if the ranks of `some` are ranks of `mesh` too."""
+    return {*some.mesh.flatten().tolist()} <= {*mesh.mesh.flatten().tolist()}

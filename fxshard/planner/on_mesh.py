@@ -28,7 +28,6 @@ from fxshard.capture.held import on_meta
 from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
 from fxshard.ir.splitting import configured_units, placed
-from fxshard.ir.tensor_parallel import EXPERTS
 from fxshard.runtime.world.mesh import CONTEXTS, data_parallel
 
 Dims = dict[str, int]  # ranks by name of a dimension, the outermost first
@@ -90,7 +89,8 @@ def on_mesh(
         if parallelize is not None:
             module = _parallelised(on_meta(model), parallelize, made)
         config = placed(module, config)
-        size = _world_size(data_parallel(made, configured_units(module, config)), dims, config)
+        units = configured_units(module, config)
+        size = _world_size(data_parallel(made, units, config), dims, config)
 
     inside = False
 
@@ -139,12 +139,6 @@ def checked_dims(mesh: Any) -> Dims:
             f"mesh={dict(mesh)!r}: stages of a pipeline hold different modules, and each has a "
             f"plan of its own. Plan one stage's module on the mesh of its ranks, without 'pp', "
             f"with pipeline_stage=True and in_flight=... (docs/pipeline-parallel.md)."
-        )
-    if EXPERTS in mesh:
-        raise ConfigError(
-            f"mesh={dict(mesh)!r}: experts on ranks of their own are planned on a mesh of yours, "
-            f"of a fake process group, with the world_size of data parallelism. Leave "
-            f"{EXPERTS!r} and mesh= out."
         )
     return dict(mesh)
 

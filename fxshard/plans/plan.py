@@ -453,7 +453,7 @@ class Plan:
 
     @collector.paused()
     def _lifecycle(self) -> list[LifecyclePhase]:
-        if self.program.parallel is not None:
+        if self.program.parallel:
             return []  # what torch gathers of DTensors on two dimensions is not known here
         work, config = self.workload, self.config
         step = self.step_after_backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from fxshard.capture.modules import join
+from fxshard.capture.modules import join, without_wrappers
 from fxshard.config.options import Options
 from fxshard.errors import ConfigError
 from fxshard.ir.placements import OnMesh, said
@@ -122,12 +122,16 @@ def outermost(modules: Sequence[Any]) -> list[Any]:
     return [each for each in dict.fromkeys(modules) if id(each) not in inside]
 
 
-def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Options:
+def options_of(
+    calls: Mapping[str, UnitCall], mesh: DeviceMesh | None, names: Iterable[str]
+) -> Options:
     """The options of a model on which, and on some submodules of which, `fully_shard` was called.
 
     Args:
         calls: by FQN of the module; "" is the root. Those of one call are one unit.
         mesh: of the root: 1-D, or 2-D replicate x shard; None: 1-D.
+        names: of all parameters. Calls may have other names for them: a wrapper of an activation
+            checkpoint leaves itself out of the names that it gives, and its parents do not.
 
     Raises:
         ConfigError: a mesh has more dimensions, or calls differ in their `offload_policy`.
@@ -148,6 +152,7 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
                 f"offloaded, or none: give all calls the same offload_policy."
             )
     by_glob = {glob.escape(fqn): call for fqn, call in calls.items()}
+    plain = {without_wrappers(name): name for name in names}
     units: dict[int, list[str]] = {}
     for fqn, call in by_glob.items():
         if fqn:
@@ -156,7 +161,7 @@ def options_of(calls: Mapping[str, UnitCall], mesh: DeviceMesh | None) -> Option
         "strategy": "full_shard" if mesh is None or mesh.ndim == 1 else "hybrid_shard",
         "units": list(units.values()),
         "shard_placement_fn": {
-            join(fqn, name): placement
+            plain[without_wrappers(join(fqn, name))]: placement
             for fqn, call in calls.items()
             for name, placement in call.placed_beside(mesh).items()
             if placement != Shard(0)

@@ -87,7 +87,7 @@ def _who_does_what(program: Program, call: fx.Node) -> str:
     """Operator, group and reduction of a collective that forward calls."""
     group, ranks = program.group_of(call), ranks_of(call)
     if ops.of(call).of_model:
-        own = program.parallel is not None and group == program.parallel.group
+        own = group in program.parallel
         which = f" made={ranks.number}" if ranks and ranks.number and not own else ""
         size = f" size={call.args[1]}" if own else ""
         found = [f"{dump.operation(call)} group={group}{size}{which}"]

@@ -1,5 +1,7 @@
 """Models whose experts are spread over ranks, trained by FSDP2 and by fxshard on real ranks."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -7,10 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed._composable import checkpoint as composable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fxshard
@@ -39,7 +59,14 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
-    """Each token goes to the experts that a linear layer scores highest."""
+    """Each token goes to the experts that a linear layer scores highest.
+
+    Attributes:
+        share: this rank's number among ranks that have the same tokens, and how many these are:
+            each sends its part of them, and gives zeros for the others.
+    """
+
+    share = 0, 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +75,20 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         scores, chosen = self.router(flat).sigmoid().topk(CHOSEN)
+        rank, ranks = self.share
+        some = flat.shape[0] // ranks
+        before, after = rank * some, (ranks - 1 - rank) * some
+        if ranks > 1:
+            mine = slice(before, before + some)
+            flat, scores, chosen = flat[mine], scores[mine], chosen[mine]
         order = chosen.flatten().argsort(stable=True)
         counts = F.one_hot(chosen.flatten(), EXPERTS).sum(0)
         rows = self.experts(flat[order // CHOSEN], counts)
         back = torch.zeros(chosen.numel(), WIDTH, dtype=rows.dtype)
         back[order] = rows
         back = back.view(*scores.shape, WIDTH)
-        return (back * scores.unsqueeze(-1)).sum(1).view(x.shape)
+        made = (back * scores.unsqueeze(-1)).sum(1)
+        return (made if ranks == 1 else F.pad(made, (0, 0, before, after))).view(x.shape)
 
 
 class ToRanks(ParallelStyle):
@@ -89,6 +123,52 @@ class ToRanks(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._cut, self._send, self._back)  # type: ignore[arg-type]
+
+
+class OfSequences(ParallelStyle):
+    """Of what routes tokens: they are gathered, each rank sends a part, and results are added up.
+
+    As torchtitan does it beside tensor parallelism, with a router that all ranks have.
+    """
+
+    def _cut(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if isinstance(module, Routed):
+            module.share = mesh.get_local_rank(), mesh.size()
+        elif isinstance(module, nn.Linear):  # ranks have gradients of their own tokens
+            weight = distribute_tensor(module.weight, mesh, [Replicate()])
+            module.weight = nn.Parameter(weight, module.weight.requires_grad)
+            module.forward = lambda x: F.linear(  # type: ignore[method-assign]
+                x,
+                module.weight.to_local(grad_placements=[Partial()]),  # type: ignore[operator]
+            )
+
+    def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        x = DTensor.from_local(inputs[0], mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+        return x.to_local(grad_placements=[Partial()])
+
+    def _added(self, module: nn.Module, out: Tensor, mesh: DeviceMesh) -> Tensor:
+        made = DTensor.from_local(out, mesh, [Partial()]).redistribute(placements=[Shard(1)])
+        return made.to_local()
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, each in module.named_modules():
+            self._cut(name, each, mesh)
+        module.register_forward_pre_hook(lambda m, inputs: self._gathered(m, inputs, mesh))
+        module.register_forward_hook(lambda m, inputs, out: self._added(m, out, mesh))
+        return module
+
+
+def of_tensors(model: Any, mesh: DeviceMesh) -> None:
+    """Tensor parallelism of all but experts, with sequences cut between layers."""
+    whole, cut = Replicate(), Shard(1)
+    outer = {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=cut),
+        "head": ColwiseParallel(input_layouts=cut, output_layouts=whole),
+    }
+    parallelize_module(model, mesh, outer)
+    dense = ColwiseParallel(input_layouts=cut, output_layouts=cut)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"dense": dense, "moe": OfSequences()})
 
 
 class Block(nn.Module):
@@ -145,6 +225,32 @@ class OfTransformers(nn.Module):
         return loss
 
 
+# -- torch's activation checkpoints --------------------------------------------------------------
+
+# What torchtitan saves of what the models here compute with.
+SAVED = (
+    torch.ops.aten.mm.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
+)
+
+WRAPPED = "_checkpoint_wrapped_module."  # in names
+
+
+def saves(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    policy = CheckpointPolicy
+    return policy.MUST_SAVE if operator in SAVED else policy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "wrapper": checkpoint_wrapper,
+    "reentrant": functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
+    "composable": lambda layer: composable(layer),
+    "selective": lambda layer: checkpoint_wrapper(
+        layer, context_fn=lambda: create_selective_checkpoint_contexts(saves)
+    ),
+}
+
+
 # -- jobs ------------------------------------------------------------------------------------------
 
 
@@ -162,6 +268,9 @@ class Job:
         options: of `fxshard.compile`.
         given: to each call of `fully_shard`.
         steps: of AdamW.
+        tensor: ranks of tensor parallelism, which have one batch: some of those that experts are
+            spread over.
+        checkpoint: how torch recomputes each layer, by its name in `CHECKPOINTS`; "": not at all.
     """
 
     model: str = "titan"
@@ -172,6 +281,8 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
     steps: int = 5
+    tensor: int = 1
+    checkpoint: str = ""
 
     def built(self) -> Any:
         """All of it, on this rank."""
@@ -191,9 +302,10 @@ class Job:
 
     @property
     def dense(self) -> DeviceMesh:
-        """Of everything else: one dimension more, of one rank."""
+        """Of everything else: one dimension more, of tensor parallelism."""
         *copies, shared, spread = self.shape
-        shape, names = (*copies, shared * spread, 1), ("copies", "all", "tp")[-len(self.shape) :]
+        each, tensor = shared * spread // self.tensor, self.tensor
+        shape, names = (*copies, each, tensor), ("copies", "all", "tp")[-len(self.shape) :]
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
     def spread(self) -> tuple[Any, list[Any]]:
@@ -202,6 +314,8 @@ class Job:
 
         model, ep = self.built(), self.mesh["ep"]
         if self.model == "titan":
+            if self.tensor > 1:
+                of_tensors(model, self.dense["tp"])
             for layer in model.layers:
                 parallelize_module(layer, ep, {"moe.experts": ToRanks()})
             return model, [layer.moe.experts for layer in model.layers]
@@ -220,16 +334,20 @@ class Job:
                 shard(layer, **self.given)
             return shard(model, **self.given)
         model, experts = self.spread()
+        if self.checkpoint:
+            for name, layer in [*model.layers.named_children()]:
+                model.layers.register_module(name, CHECKPOINTS[self.checkpoint](layer))
         hybrid = len(self.shape) == 3
         if self.how == "compile":
             more = {"strategy": "hybrid_shard"} if hybrid else {}
-            return fxshard.compile(model, mesh=self.mesh, **more, **self.options)
+            given = self.mesh if self.tensor == 1 else self.dense
+            return fxshard.compile(model, mesh=given, **more, **self.options)
         mesh, dense = self.mesh, self.dense
         own = mesh["copies", "mod_ep"] if hybrid else mesh["mod_ep"]
         rest = dense["copies", "all"] if hybrid else dense["all"]
         for each in experts:
             shard(each, mesh=own, **self.given)
-            each.set_gradient_divide_factor(float(mesh.size()))
+            each.set_gradient_divide_factor(mesh.size() / self.tensor)
             if own.size() > 1:  # gloo has no multiplication in a reduction
                 each.set_force_sum_reduction_for_comms(True)
         for layer in model.layers:
@@ -254,19 +372,21 @@ def trained(job: Job, rank: int, model: Any = None, ranks: int = 0) -> dict[str,
         model: None: that of the job.
         ranks: the loss is the mean of that many ranks' (0: this rank's).
     """
+    rank, ranks = rank // job.tensor, ranks // job.tensor  # of data parallelism
     model = job.sharded() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: dict[str, Any] = {}
+    params = {name.replace(WRAPPED, ""): param for name, param in model.named_parameters()}
     for step in range(job.steps):
         each = range(ranks) if ranks else [rank]
         losses = [model(batch(r, step)) for r in each]
         torch.stack(losses).mean().backward()
         found[f"{step} loss"] = losses[rank if ranks else 0].detach()
-        for name, param in model.named_parameters():
+        for name, param in params.items():
             found[f"{step} gradient of {name}"] = full(param.grad)
         optimizer.step()
         optimizer.zero_grad()
-    for name, param in model.named_parameters():
+    for name, param in params.items():
         found[name] = full(param)
         if isinstance(param, DTensor):
             found[f"places of {name}"] = param.placements, tuple(param.device_mesh.shape)
@@ -298,7 +418,11 @@ def apart(
 
 def differing(rank: int, world_size: int, job: Job) -> tuple[dict[str, float], int]:
     """What differs from FSDP2 with the same experts, and how many programs there are."""
-    plain = replace(job, how="fsdp2", options={})
+    recomputes = bool(job.checkpoint) or "checkpoint" in job.options
+    # of its own "selective", FSDP2 on a mesh of one rank counts operators otherwise when it
+    # recomputes, and torch's checkpoint stops; what is saved changes no number
+    torchs = "wrapper" if recomputes else ""
+    plain = replace(job, how="fsdp2", options={}, checkpoint=torchs)
     model = job.sharded()
     ours, theirs = trained(job, rank, model), trained(plain, rank)
     if job.how == "compile":  # its meshes have names and shapes of their own

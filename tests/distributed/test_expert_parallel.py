@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
-from fxshard.ir import ops
+from fxshard.ir import ops, tags
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
 from tests.distributed import expert_parallel_cases as cases
@@ -70,11 +70,15 @@ def test_bitwise_as_fsdp2_in_one_program(ranks: Any, how: str) -> None:
 
 # -- experts of frameworks' models, on a mesh of their own -------------------------------------
 
+FULL = {"checkpoint": "full", "units": ["**.layers.*"]}  # of every model here
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 EQUAL = {
     "torchtitan's form": Job(),
     "transformers, four ranks": Job("qwen3_moe", "compile", (2, 2), starved=True),
     "transformers, no experts elsewhere": Job("mixtral", "compile", ()),
+    "tensor parallelism": Job(shape=(2, 2), tensor=2, starved=True),
+    "recomputed, torch's wrapper": Job(starved=True, checkpoint="wrapper"),
+    "recomputed, the option": Job("qwen3_moe", "compile", (2, 2), options=FULL),
 }
 GRID = {
     "titan, starved": Job(starved=True),
@@ -90,6 +94,26 @@ GRID = {
     "qwen3_moe, no experts elsewhere": Job("qwen3_moe", "compile", ()),
     "mixtral": Job("mixtral"),
     "mixtral, four ranks": Job("mixtral", "compile", shape=(2, 2)),
+    "tensor parallelism, compile": Job(how="compile", shape=(2, 2), tensor=2),
+    "tensor parallelism, experts over all ranks": Job(shape=(1, 4), tensor=2),
+    "tensor parallelism, compile, experts over all": Job(how="compile", shape=(1, 4), tensor=2),
+    "tensor parallelism, low precision": Job(shape=(2, 2), tensor=2, given={"mp_policy": LOW}),
+    "tensor parallelism, recomputed": Job(shape=(2, 2), tensor=2, checkpoint="wrapper"),
+    "recomputed, wrapper, compile": Job(how="compile", checkpoint="wrapper"),
+    "recomputed, wrapper, four ranks": Job(shape=(2, 2), checkpoint="wrapper"),
+    "recomputed, reentrant": Job(checkpoint="reentrant"),
+    "recomputed, composable": Job(checkpoint="composable"),
+    "recomputed, composable, compile": Job(how="compile", checkpoint="composable"),
+    "recomputed, selective": Job(checkpoint="selective"),
+    "recomputed, selective, four ranks": Job(shape=(2, 2), checkpoint="selective", starved=True),
+    "recomputed, low precision": Job(
+        shape=(2, 2), given={"mp_policy": LOW}, checkpoint="selective"
+    ),
+    "recomputed, selective option": Job(
+        how="compile", shape=(2, 2), options=FULL | {"checkpoint": "selective"}
+    ),
+    "recomputed, qwen3_moe": Job("qwen3_moe", checkpoint="selective", starved=True),
+    "recomputed, mixtral": Job("mixtral", "compile", (2, 2), options=FULL, starved=True),
 }
 
 
@@ -118,6 +142,7 @@ def test_bitwise_as_fsdp2_in_each_way(ranks: Any, name: str) -> None:
     "job",
     [
         Job(how="compile", dtype=torch.float64, steps=2),
+        Job(how="compile", shape=(2, 2), dtype=torch.float64, steps=2, tensor=2),
         *(  # FSDP2 on gloo divides twice where copies of one rank are told to sum
             pytest.param(Job("titan", how, (2, 1, 2), torch.float64), marks=pytest.mark.slow)
             for how in ("compile", "fully_shard")
@@ -134,7 +159,7 @@ def states(rank: int, world_size: int, job: Job, folder: str) -> tuple[float, fl
     """How far a norm, clipped gradients, and full and saved parameters are from the right."""
     model = job.sharded()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(cases.batch(rank, 0)).backward()
+    model(cases.batch(rank // job.tensor, 0)).backward()
     grads = [cases.full(param.grad) for param in model.parameters()]
     wanted = torch.nn.utils.get_total_norm(grads)
     norm = (model.clip_grad_norm_(0.5) - wanted).abs().item()
@@ -152,15 +177,21 @@ def states(rank: int, world_size: int, job: Job, folder: str) -> tuple[float, fl
     return norm, (clipped - 0.5).abs().item(), max(differ)
 
 
-def test_norms_full_states_and_checkpoints(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(2).run(states, Job(how="compile"), str(tmp_path)):
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(how="compile"),
+        pytest.param(Job(how="compile", shape=(2, 2), tensor=2), marks=pytest.mark.slow),
+    ],
+)
+def test_norms_full_states_and_checkpoints(ranks: Any, tmp_path: Path, job: Job) -> None:
+    for found in ranks(ranks_of(job)).run(states, job, str(tmp_path)):
         assert max(found) < 1e-6
 
 
 REFUSED = {
     "experts_alone": "ConfigError: experts on .* get the tokens of 2 ranks, .* world_size=2",
     "a_plan_of_others": "ConfigError: experts on .* get the tokens of 2 ranks, .* over 4",
-    "recomputed": "CaptureError: layers.1.moe.experts is in an activation checkpoint, .* Leave the",
     "no_mesh": "UnitError: parameter 'layers.0.moe.experts.up' is a DTensor already, .* give the",
 }
 
@@ -171,9 +202,6 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     return {
         "experts_alone": told(lambda: fxshard.compile(model, mesh=Job().mesh["mod_ep"])),
         "a_plan_of_others": told(lambda: fxshard.plan(model, (ids,), world_size=4)),
-        "recomputed": told(
-            lambda: fxshard.plan(model, (ids,), world_size=2, checkpoint="full", units=["layers.*"])
-        ),
         "no_mesh": told(lambda: fxshard.compile(model)),
     }
 
@@ -192,6 +220,18 @@ def test_a_mesh_without_a_dimension_for_each_experts_ranks() -> None:
     assert re.match(r"ConfigError: .* on the dimension 'ep' of .*, \(1, ranks\), ", said), said
 
 
+def test_experts_that_are_not_on_the_ranks_of_a_batch() -> None:
+    """Each of these would send the same tokens to experts of its own."""
+    with fake_process_group(0, 4):
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+        model = parallelize_module(
+            cases.Net(), mesh["ep"], {"layers.0.moe.experts": cases.ToRanks()}
+        )
+        cases.of_tensors(model, mesh["tp"])
+        said = told(lambda: fxshard.compile(model, mesh=mesh))
+    assert re.match(r"UnitError: experts such as .*, which has not the ranks of .*'tp'", said), said
+
+
 class Arriving(cases.ToRanks):
     """How many rows come from each rank is said, as no other rank is there to say it."""
 
@@ -199,23 +239,80 @@ class Arriving(cases.ToRanks):
         return counts * 0 + torch.tensor([5, 3, 4, 1])  # of two ranks, for this rank's two experts
 
 
+def arriving(job: Job, **options: Any) -> fxshard.Plan:
+    """Of the first rank, where all rows go to its experts; on a group that moves nothing.
+
+    gloo's threads would hold what was sent for a while.
+    """
+    rows = cases.CHOSEN * cases.batch(0, 0).numel() // job.tensor
+    model, ranks = job.built(), math.prod(job.shape) // job.tensor
+    for layer in model.layers:
+        weight = layer.moe.router.weight  # all go to the first rank's experts
+        torch.nn.init.zeros_(weight).requires_grad_(False)
+        parallelize_module(layer, job.mesh["ep"], {"moe.experts": Arriving()})
+    if job.tensor > 1:
+        cases.of_tensors(model, job.dense["tp"])
+    # rows that are sent to each rank, that come from each, and those of each expert
+    told = {"layers.*.moe.experts": [rows, 0, 5 + 3, 4 + 1, 5 + 4, 3 + 1]}
+    options = {"optimizer": torch.optim.AdamW, "data_sizes": told, "units": ["layers.*"]} | options
+    return fxshard.plan(model, (cases.batch(0, 0),), world_size=ranks, **options)
+
+
+def require_exact(plan: fxshard.Plan) -> None:
+    found = compare(plan.memory, split_steps(tracked(plan.workload, 2), 2))
+    assert found.max_abs_difference == 0, found.table(only_different=True)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_bytes_are_exact_for_the_tokens_that_come(shape: tuple[int, int]) -> None:
-    """On a group that moves nothing: gloo's threads hold what was sent for a while."""
-    job = Job(shape=shape)
-    rows, ranks = cases.CHOSEN * cases.batch(0, 0).numel(), math.prod(shape)
-    with fake_process_group(0, ranks):
-        model = job.built()
-        for layer in model.layers:
-            weight = layer.moe.router.weight  # all go to the first rank's experts
-            torch.nn.init.zeros_(weight).requires_grad_(False)
-            parallelize_module(layer, job.mesh["ep"], {"moe.experts": Arriving()})
-        # rows that are sent to each rank, that come from each, and those of each expert
-        told = {"layers.*.moe.experts": [rows, 0, 5 + 3, 4 + 1, 5 + 4, 3 + 1]}
-        options: Any = {"optimizer": torch.optim.AdamW, "data_sizes": told}
-        call = (cases.batch(0, 0),)
-        plan = fxshard.plan(model, call, world_size=ranks, units=["layers.*"], **options)
-        found = compare(plan.memory, split_steps(tracked(plan.workload, 2), 2))
-        assert found.max_abs_difference == 0, found.table(only_different=True)
-        more = {"layers.*.moe.experts": [rows, 0, 16, 16, 16, 16]}
+    with fake_process_group(0, math.prod(shape)):
+        plan = arriving(Job(shape=shape))
+        require_exact(plan)
+        more = {"layers.*.moe.experts": [24, 0, 16, 16, 16, 16]}
         assert plan.replan(data_sizes=more).memory.peak_bytes > plan.memory.peak_bytes
+
+
+def all_to_alls(plan: fxshard.Plan) -> tuple[int, int]:
+    """How many there are in forward and in backward."""
+    phases = [
+        tags.get(node).phase
+        for node in plan.program.graph.nodes
+        if tags.get(node).role != "wait" and "all_to_all" in str(node.target)
+    ]
+    return phases.count("forward"), phases.count("backward")
+
+
+def test_bytes_are_exact_beside_tensor_parallelism() -> None:
+    job = Job(shape=(2, 2), tensor=2)
+    with fake_process_group(0, 4):
+        require_exact(arriving(job))
+        require_exact(arriving(job, checkpoint="full"))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_bytes_are_exact_of_what_is_recomputed(policy: str) -> None:
+    """Two layers send rows and get them back, and gradients; "full" sends the rows again."""
+    with fake_process_group(0, 4):
+        plan = arriving(Job(shape=(2, 2)), checkpoint=policy)
+        require_exact(plan)
+        without = plan.replan(checkpoint=None)
+        assert plan.memory.peak_bytes < without.memory.peak_bytes
+        assert all_to_alls(without) == (4, 4)
+        assert all_to_alls(plan) == ((4, 8) if policy == "full" else (4, 4))
+
+
+def test_numbers_and_choices_of_experts_are_saved_in_any_case() -> None:
+    """The numbers are read once; who goes where is not chosen again."""
+    with fake_process_group(0, 4):
+        plan = arriving(Job(shape=(2, 2)), checkpoint="full")
+        nodes = list(plan.program.graph.nodes)
+        saved = [n for n in nodes if tags.get(n).save]
+        numbers = [n for n in nodes if n.target is torch.ops.aten._local_scalar_dense.default]
+        assert len(numbers) == 12 and {*numbers} <= {*saved}
+        assert all(tags.get(node).phase == "forward" for node in numbers)
+        chosen = [n for n in saved if n not in numbers]
+        assert [tuple(node.meta["val"].shape) for node in chosen] == [(12, cases.CHOSEN)] * 2
+        assert all(tags.source(node).target is torch.ops.aten.topk.default for node in chosen)
+        left_out = [p for p in fxshard.default_passes() if p.name != "assign-checkpoints"]
+        said = told(lambda: arriving(Job(shape=(2, 2)), checkpoint="full", passes=left_out).program)
+        assert "assign-checkpoints has not run" in said, said

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.tensor import Shard
 
 import fxshard
 from fxshard.ir.outline import saved_values
@@ -101,7 +102,8 @@ def sharded_in_wrappers(rank: int, world_size: int) -> None:
     model = copy.deepcopy(plain)
     for i, block in enumerate(model):
         model[i] = checkpoint_wrapper(block)
-        fxshard.fully_shard(model[i])
+        last = None if i == 0 else lambda param: Shard(param.dim() - 1)
+        fxshard.fully_shard(model[i], shard_placement_fn=last)
     fxshard.fully_shard(model)
     batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     model(batches[rank]).square().sum().backward()
@@ -110,6 +112,7 @@ def sharded_in_wrappers(rank: int, world_size: int) -> None:
     for mine, whole in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None
         torch.testing.assert_close(full(mine.grad), whole.grad)
+    assert [p.placements for p in model[1].parameters()] == [(Shard(1),), (Shard(0),)]
 
 
 def test_wrappers_are_sharded(ranks: Any) -> None:

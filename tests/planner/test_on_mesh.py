@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.verify.certificate import collectives
 from tests.distributed import context_parallel_cases as contexts
+from tests.distributed import expert_parallel_cases as experts
 from tests.distributed.tensor_parallel_cases import Mlp, of_an_mlp
 
 X = torch.randn(4, 6)
@@ -31,8 +33,21 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     of_an_mlp(model, mesh["tp"])
 
 
+def of_experts(model: Any, mesh: DeviceMesh) -> None:
+    for layer in model.layers:
+        parallelize_module(layer, mesh["ep"], {"moe.experts": experts.ToRanks()})
+
+
+def of_experts_and_tensors(model: Any, mesh: DeviceMesh) -> None:
+    """Experts are spread over the ranks of a batch, in a mesh of their own."""
+    experts.of_tensors(model, mesh["tp"])
+    of_experts(model, init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=("rest", "ep")))
+
+
 def planned(**options: Any) -> fxshard.Plan:
     given = {"mesh": MESH, "parallelize": parallelize, "optimizer": torch.optim.AdamW, **options}
+    if given["parallelize"] is of_experts:
+        return fxshard.plan(experts.Net(), (experts.batch(0, 0),), **given)
     return fxshard.plan(Mlp(), (X,), loss=lambda out: out.square().mean(), **given)
 
 
@@ -51,6 +66,33 @@ def test_it_is_the_plan_on_ranks_that_the_user_makes() -> None:
         assert report == theirs.memory.to_dict()
         assert collectives(plan.program) == collectives(theirs.program)
         assert plan.estimate("h100").step_seconds == theirs.estimate("h100").step_seconds
+
+
+EXPERTS: dict[str, tuple[dict[str, int], Any, Any]] = {
+    "alone": ({"dp": 2, "ep": 2}, of_experts, 4),
+    "copies": ({"copies": 2, "dp": 1, "ep": 2}, of_experts, (2, 2)),
+    "beside tensor parallelism": ({"dp": 2, "tp": 2}, of_experts_and_tensors, 2),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_are_planned_as_on_ranks_that_the_user_makes(case: str) -> None:
+    """For as many tokens as are told."""
+    dims, function, size = EXPERTS[case]
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "data_sizes": {"**.experts": 12}}
+    options |= {"strategy": "hybrid_shard"} if len(dims) == 3 else {}
+    model, call = experts.Net(), (experts.batch(0, 0),)
+    plan = fxshard.plan(model, call, mesh=dims, parallelize=function, **options)
+    assert plan.workload.world_size == size
+    report, lines = plan.memory.to_dict(), collectives(plan.program)
+    more = plan.replan(data_sizes={"**.experts": 24})
+    assert more.memory.peak_bytes > plan.memory.peak_bytes
+    with fake_process_group(0, 4):
+        mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        function(model, mesh)
+        theirs = fxshard.plan(model, call, world_size=size, **options)
+        assert report == theirs.memory.to_dict()
+        assert lines == collectives(theirs.program)
 
 
 def test_a_plan_answers_when_its_ranks_are_gone() -> None:
@@ -125,7 +167,8 @@ def test_a_context_is_around_each_trace_and_the_report() -> None:
         ({"mesh": {"dp": 0}}, "'dp' has 0 ranks"),
         ({"mesh": {"pp": 2, "dp": 2}}, "pipeline_stage=True"),
         ({"mesh": {"dp": 2, "cp": 2}}, "context="),
-        ({"mesh": {"dp": 2, "ep": 2}}, "experts on ranks of their own"),
+        ({"mesh": {"dp": 2, "ep": 2}, "parallelize": None}, "places no parameter on 'dp', 'ep'"),
+        ({"mesh": {"ep": 2}, "parallelize": of_experts}, "the dimension before it"),
         ({"mesh": MESH, "parallelize": None}, "places no parameter on 'dp', 'tp'"),
         ({"mesh": {"a": 2, "b": 2, "tp": 2}}, "strategy='hybrid_shard'"),
         ({"mesh": {"dp": 4}}, "raised KeyError"),

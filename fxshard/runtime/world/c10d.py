@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement
 
 from fxshard._torch import optimizers, process_groups
 from fxshard.ir import layout, ops
-from fxshard.ir.tensor_parallel import group_name
+from fxshard.ir.tensor_parallel import among, group_name
 from fxshard.runtime.world.agreement import AgreeingRank
 from fxshard.runtime.world.backends import as_real, backend_of
 from fxshard.runtime.world.peers import Peers
@@ -86,11 +86,6 @@ class Members:
         return [every[name.partition("@")[0]] for name in self.groups]
 
 
-def _among(some: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """True if the ranks of `some` are ranks of `mesh` too."""
-    return {*some.mesh.flatten().tolist()} <= {*mesh.mesh.flatten().tolist()}
-
-
 class C10dWorld(AgreeingRank):
     """Runs the collectives of a schedule on the process groups of a mesh.
 
@@ -115,14 +110,14 @@ class C10dWorld(AgreeingRank):
         *,
         sharded: bool = True,
         reshard: Iterable[int] = (),
-        beside: DeviceMesh | None = None,
+        beside: Sequence[DeviceMesh] = (),
         others: Iterable[Members] = (),
     ) -> None:
         """Args:
         mesh: of the ranks.
         sharded: False: a 1-D mesh is one of replicas.
         reshard: sizes of the groups that units are resharded to after forward.
-        beside: the dimension of tensor parallelism.
+        beside: the dimensions of tensor parallelism and experts, see `placed_meshes`.
         others: meshes that some parameters are on instead.
         """
         self.mesh = mesh
@@ -143,11 +138,12 @@ class C10dWorld(AgreeingRank):
                 group = process_groups.new_group(mine, parent)
                 self.groups[each.grid.group(f"reshard{size}")] = group
         everyone, ranks = [*own.groups], mesh.size()
-        if beside is not None:
-            self.groups[group_name(beside)] = beside.get_group()
-            if not _among(beside, mesh):
-                everyone.append(group_name(beside))
-                ranks *= beside.size()
+        for each in beside:
+            self.groups[group_name(each)] = each.get_group()
+        for each in beside[:1]:  # with it and `mesh` all ranks can be reached
+            if not among(each, mesh):
+                everyone.append(group_name(each))
+                ranks *= each.size()
         if mesh.device_type == "cpu":
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dict[str, dist.ProcessGroup] = {}

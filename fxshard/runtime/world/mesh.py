@@ -20,7 +20,7 @@ from fxshard.config.checked import Config
 from fxshard.config.world_size import grid
 from fxshard.errors import ConfigError, UnitError
 from fxshard.ir import meshes
-from fxshard.ir.tensor_parallel import EXPERTS, group_name, the_mesh
+from fxshard.ir.tensor_parallel import EXPERTS, group_name, placed_meshes
 from fxshard.ir.units import Unit, check_reshard
 from fxshard.runtime.world.c10d import C10dWorld, Members
 from fxshard.runtime.world.in_process import InProcessWorld
@@ -39,12 +39,12 @@ def world_over(mesh: DeviceMesh, config: Config, units: tuple[Unit, ...]) -> C10
     Raises:
         ConfigError: a unit has a strategy of its own beside tensor parallelism.
     """
-    beside = the_mesh([param for unit in units for param in unit.params])
+    beside = _beside(units)
     by_strategy = sorted(meshes.of_units(units) & {meshes.SHARED, meshes.COPIED})
-    if beside is not None and by_strategy:
+    if beside and by_strategy:
         raise ConfigError(
             f"tensor parallelism with units of a strategy of their own "
-            f"({', '.join(map(repr, by_strategy))}): beside {group_name(beside)!r} one strategy "
+            f"({', '.join(map(repr, by_strategy))}): beside {group_name(beside[0])!r} one strategy "
             f"is that of all. Leave one of the two out."
         )
     others = _other_meshes(mesh, config, units)
@@ -147,20 +147,20 @@ def _without_tensor_parallel(
         UnitError: parameters are, and there is no mesh.
         ConfigError: too few or too many are left.
     """
-    beside = the_mesh([param for unit in units for param in unit.params])
-    if beside is None:
+    beside = _beside(units)
+    if not beside:
         return mesh and _with_contexts(mesh)
     if mesh is None:
-        first = next(p for unit in units for p in unit.params if p.placed is not None)
+        first: Any = next(p for unit in units for p in unit.params if p.placed is not None)
         raise UnitError(
-            f"parameter {first.fqn!r} is a DTensor already, on {beside}: fxshard cannot tell which "
-            f"ranks it is to shard over. After parallelize_module give the mesh that it got a "
-            f"dimension of, mesh=mesh (fully_shard: mesh=mesh['dp']). Else give the plain model, "
-            f"before fully_shard or another fxshard.compile."
+            f"parameter {first.fqn!r} is a DTensor already, on {first.placed.mesh}: fxshard "
+            f"cannot tell which ranks it is to shard over. After parallelize_module give the mesh "
+            f"that it got a dimension of, mesh=mesh (fully_shard: mesh=mesh['dp']). Else give the "
+            f"plain model, before fully_shard or another fxshard.compile."
         )
     names = mesh.mesh_dim_names or ()
     left = beside_others(mesh, units)
-    of_experts = group_name(beside) == EXPERTS
+    of_experts = group_name(beside[0]) == EXPERTS  # and no tensor parallelism
     if len(left) == len(names) or (of_experts and names[0] == EXPERTS):
         return _with_contexts(mesh)  # the data-parallel part
     if of_experts:
@@ -169,21 +169,30 @@ def _without_tensor_parallel(
     if rest.ndim != 1 + config.hybrid:
         dims = "two, replicate x shard" if config.hybrid else "one"
         raise ConfigError(
-            f"the mesh has dimensions {names}, of which {group_name(beside)!r} is that of tensor "
-            f"parallelism; for the others, {left}, strategy {config.strategy!r} takes {dims}."
+            f"the mesh has dimensions {names}, of which {group_name(beside[0])!r} is that of "
+            f"tensor parallelism; for the others, {left}, strategy {config.strategy!r} takes "
+            f"{dims}."
         )
     return rest
 
 
 def beside_others(mesh: DeviceMesh, units: Sequence[Unit]) -> tuple[str, ...]:
     """The dimensions of `mesh` that no parameter is placed on."""
-    beside = the_mesh([param for unit in units for param in unit.params])
-    return tuple(name for name in mesh.mesh_dim_names or () if mesh[name] != beside)
+    beside = _beside(units)
+    return tuple(name for name in mesh.mesh_dim_names or () if mesh[name] not in beside)
 
 
-def data_parallel(mesh: DeviceMesh, units: Sequence[Unit]) -> DeviceMesh | None:
+def _beside(units: Sequence[Unit]) -> list[DeviceMesh]:
+    """See `placed_meshes`."""
+    return placed_meshes(param for unit in units for param in unit.params)
+
+
+def data_parallel(mesh: DeviceMesh, units: Sequence[Unit], config: Config) -> DeviceMesh | None:
     """The dimensions of `mesh` that parameters are sharded over; None if there are none."""
     left = beside_others(mesh, units)
+    beside = _beside(units)
+    if beside and group_name(beside[0]) == EXPERTS and len(left) < mesh.ndim:
+        return _joined_with(mesh, EXPERTS, 1 + config.hybrid)
     return _with_contexts(mesh[left]) if left else None
 
 
@@ -215,8 +224,8 @@ def _joined_with(mesh: DeviceMesh, name: str, dims: int | None = None) -> Device
 
 def beside_tensor_parallel(units: Sequence[Unit], config: Config) -> DeviceMesh | None:
     """The other dimensions of the mesh that parameters are placed on; None if none is placed."""
-    beside = the_mesh([param for unit in units for param in unit.params])
-    return None if beside is None else _without_tensor_parallel(root_of(beside), units, config)
+    beside = _beside(units)
+    return _without_tensor_parallel(root_of(beside[0]), units, config) if beside else None
 
 
 def _check_kinds(mesh: Any, process_group: Any) -> None:
