@@ -1,4 +1,4 @@
-"""A model of the shape of DeepSeek-V3, whose experts are spread over ranks as torchtitan does it."""
+"""A model of the shape of DeepSeek-V3; its experts are spread over ranks as torchtitan does it."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
+from benchmarks import mesh_experts
 from benchmarks.figures import RESULTS, ROOT, machine
 from benchmarks.mesh_models import (
     SHAPES,
@@ -83,6 +84,13 @@ ROWS = {
         Row({"dp_replicate": 2, "dp_shard": 32, "tp": 8}, 8),
     ),
 }
+# A model of the shape of DeepSeek-V3, one sequence for each GPU.
+EXPERTS, EXPERTS_LENGTH = "DeepSeek-V3", 4096
+EXPERT_ROWS = [
+    Row({"dp_shard": 8, "ep": 64}, 1, EXPERTS_LENGTH),
+    Row({"dp_shard": 64, "ep": 8}, 1, EXPERTS_LENGTH),
+    Row({"dp_shard": 512}, 1, EXPERTS_LENGTH),
+]
 STAGES, STAGE_LAYERS, MICRO_BATCHES = 8, 16, 32
 
 
@@ -100,6 +108,24 @@ def planned(name: str, row: Row) -> Plan:
         *(model(SHAPES[name], row.length), parts),
         mesh=row.mesh,
         checkpoint=CHECKPOINTS[name],
+        optimizer=torch.optim.AdamW,
+        mixed_precision=BF16,
+        device="cuda",
+        **more,
+    )
+
+
+def planned_experts(row: Row) -> Plan:
+    """The plan of a row of experts, where each gets as many tokens as any other."""
+    shape, ranks = mesh_experts.ExpertShape(), row.mesh.get("ep", 1)
+    more: dict[str, Any] = {}
+    if ranks > 1:
+        told = row.size * row.length * shape.chosen // ranks  # from each rank to each
+        more |= {"parallelize": mesh_experts.expert_parallel, "data_sizes": {"**.experts": told}}
+    return fxshard.plan(
+        *(mesh_experts.model(shape), batch(row.size, row.length)),
+        mesh=row.mesh,
+        checkpoint="full",
         optimizer=torch.optim.AdamW,
         mixed_precision=BF16,
         device="cuda",
@@ -214,7 +240,7 @@ def tuned(name: str) -> dict[str, Any]:
     }
 
 
-PARTS = ("published", *TUNED, "stages", *ROWS)
+PARTS = ("published", *TUNED, "stages", *ROWS, EXPERTS)
 
 
 def record(result: dict[str, Any]) -> None:
@@ -231,6 +257,12 @@ def measure(parts: Sequence[str], say: Callable[[str], None]) -> None:
             result[name] = tuned(name)
         elif name == "stages":
             result[name] = [stage(STAGES - number) for number in (1, 3, 6)]
+        elif name == EXPERTS:
+            result[name] = []
+            for row in EXPERT_ROWS:
+                result[name].append(cell(planned_experts(row), row))
+                say(f"{name} {row.mesh}")
+                record(result)
         elif name == "published":
             result[name] = {}
             for key, each in PUBLISHED.items():
@@ -314,6 +346,20 @@ def page(result: dict[str, Any]) -> str:
             gpus = sorted({each["gpus"] for each in result[name]})
             parts += [f"## Llama 3 {name} on {' and '.join(f'{n:,}' for n in gpus)} GPUs"]
             parts.append(table(rows))
+    if EXPERTS in result:
+        shape = mesh_experts.ExpertShape()
+        each = EXPERTS_LENGTH * shape.chosen
+        parts += [
+            f"## A model of the shape of DeepSeek-V3 on {result[EXPERTS][0]['gpus']:,} GPUs",
+            f"{shape.layers} layers, {shape.layers - shape.dense_layers} of them with "
+            f"{shape.experts} experts, of which each token has {shape.chosen} and a shared one; "
+            f"671B parameters, in this project's own few lines (`benchmarks/mesh_experts.py`: no "
+            f"groups of experts, no rotation). Experts are spread over `ep`, and shared by "
+            f"`dp_shard`; all else is sharded over both. Bytes are those for as many tokens as "
+            f"come if all experts get the same, {each:,} rows to each rank and layer: "
+            f'`data_sizes` tells it. Checkpoints are "full", so that rows are sent again.',
+            table([line(row, 80 * 10**9) for row in result[EXPERTS]]),
+        ]
     parts.append(WHAT)
     if "stages" in result:
         bubble = (STAGES - 1) / (MICRO_BATCHES + STAGES - 1)
@@ -342,8 +388,7 @@ def page(result: dict[str, Any]) -> str:
 
 NOT = """## What is not planned
 
-- **Experts on ranks of their own** (`ep`, DeepSeek-V3): `mesh=` refuses the dimension; how many
-  tokens go where depends on the data.
+- **Where tokens go**: all experts get the same here; in training some get more, and bytes grow.
 - **Schedules of a pipeline**: stages are planned one by one, their memory and not their time.
 - **Context parallelism in `tune`**: plan its meshes with `fxshard.plan`."""
 

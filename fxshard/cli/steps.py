@@ -13,6 +13,7 @@ from fxshard.cli.model_source import (
     load,
     options,
 )
+from fxshard.cli.on_meshes import add_mesh, mesh_of
 from fxshard.cli.outputs import add_count
 from fxshard.plans.plan import Plan
 
@@ -33,14 +34,16 @@ def planned_call(call: Call, args: argparse.Namespace, **others: Any) -> Plan:
 
 def step_of(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments and options of `fxshard.plan` that the command line gives."""
-    names = ("world_size", "micro_batches", "no_sync", "device")
+    mesh = mesh_of(args)
+    names = ("micro_batches", "no_sync", "device", *(() if mesh else ("world_size",)))
     given = {name: value for name in names if (value := getattr(args, name, None))}
-    return given | options(args)
+    return given | mesh | options(args)
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """Micro-batches and the device."""
+    """Micro-batches, the device, and the mesh."""
     add_micro_batches(parser)
+    add_mesh(parser)
     parser.add_argument("--device", metavar="cuda", help="plan for this type of device")
 
 

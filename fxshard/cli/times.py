@@ -50,6 +50,7 @@ def tune(args: argparse.Namespace) -> int:
     """``fxshard tune``."""
     if args.batches is not None:
         refuse_beside(args, "--batches", "these are the batches that are tried", "--batch")
+    refuse_beside(args, "tune", "give fxshard.tune(mesh='auto', parallelize=...)", "--mesh")
     found = fxshard.tune(
         *load(Source.of(args), "meta"),
         hardware=args.hardware,
