@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fxshard
+from fxshard._torch.dtensors import forget_meshes
 from tests.tiny import VOCABULARY, tokens
 
 WIDTH, EXPERTS, CHOSEN, LENGTH = 8, 4, 2, 6
@@ -312,6 +313,7 @@ class Job:
         """The model whose experts are where they belong, and the modules of experts."""
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
+        forget_meshes()  # of jobs before, whose dimensions may be equal, in other meshes
         model, ep = self.built(), self.mesh["ep"]
         if self.model == "titan":
             if self.tensor > 1:
