@@ -357,7 +357,9 @@ def page(result: dict[str, Any]) -> str:
             f"groups of experts, no rotation). Experts are spread over `ep`, and shared by "
             f"`dp_shard`; all else is sharded over both. Bytes are those for as many tokens as "
             f"come if all experts get the same, {each:,} rows to each rank and layer: "
-            f'`data_sizes` tells it. Checkpoints are "full", so that rows are sent again.',
+            f'`data_sizes` tells it. Checkpoints are "full", so that rows are sent again. '
+            f"Rows on their way to experts are sent inside of a region: their time is counted, "
+            f"their bytes under `node` and `network` are not.",
             table([line(row, 80 * 10**9) for row in result[EXPERTS]]),
         ]
     parts.append(WHAT)

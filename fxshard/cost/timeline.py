@@ -406,17 +406,17 @@ class _Walk:
         if node.target is ops.step:
             fqns = cast("list[str]", node.args[2])
             return optimizer_seconds(fqns, self._state, self._program, self.hardware)
-        return operators.node_seconds(node, self.hardware, self._shards(node), self._apart)
+        return operators.node_seconds(node, self.hardware, *self._ranks(node))
 
-    def _shards(self, node: fx.Node) -> int:
-        """How many ranks share a parameter on the mesh of a collective."""
+    def _ranks(self, node: fx.Node) -> tuple[int, int]:
+        """How many ranks share a parameter on the mesh of a collective, and how far apart."""
         _, _, mesh = (ops.group(node) or "").partition("@")
-        return self._program.grids[mesh].shards
+        return self._program.grids[mesh].shards, self._apart[mesh]
 
     def _sent(self, node: fx.Node) -> tuple[float, float]:
         if not ops.of(node).collective:
             return 0.0, 0.0
-        sent = operators.collective(node, self._shards(node), self._apart)
+        sent = operators.collective(node, *self._ranks(node))
         return operators.wire_bytes(sent, self.hardware)
 
     def _event(self, event: str) -> float:

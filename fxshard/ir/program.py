@@ -61,7 +61,7 @@ from fxshard.ir.domain import Domain
 from fxshard.ir.layout import Grid, ParamLayout, layouts
 from fxshard.ir.needs import Needs
 from fxshard.ir.schedule import Schedule
-from fxshard.ir.tensor_parallel import EXPERTS, Placed
+from fxshard.ir.tensor_parallel import Placed
 from fxshard.ir.units import Param, Reductions, Unit
 
 
@@ -279,12 +279,16 @@ class Program:
         return self._parallel[1]
 
     @property
-    def apart(self) -> int:
-        """Distance between two ranks that share a parameter: ranks of tensor parallelism lie
-        between them if they are neighbours.
+    def apart(self) -> dict[str, int]:
+        """By the name of a mesh of parameters, the distance between two ranks that share one.
+
+        Ranks of tensor parallelism, or of experts, lie between them if they are neighbours.
         """
-        own = [each for group, each in self.parallel.items() if group != EXPERTS]
-        return next((each.ranks_between for each in own or self.parallel.values()), 1)
+        found = dict.fromkeys(self.grids, 1)
+        for param in self.params.values():
+            if param.placed is not None:
+                found[param.mesh] = param.placed.ranks_between
+        return found
 
     def group_of(self, call: fx.Node) -> str | None:
         """What the ranks of a collective are called; None if the model calls it on its own.

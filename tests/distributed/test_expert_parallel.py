@@ -268,6 +268,7 @@ def test_bytes_are_exact_for_the_tokens_that_come(shape: tuple[int, int]) -> Non
     with fake_process_group(0, math.prod(shape)):
         plan = arriving(Job(shape=shape))
         require_exact(plan)
+        assert plan.program.apart == {"": 1, "mod_ep": 2}  # ranks of experts lie between
         more = {"layers.*.moe.experts": [24, 0, 16, 16, 16, 16]}
         assert plan.replan(data_sizes=more).memory.peak_bytes > plan.memory.peak_bytes
 
@@ -285,7 +286,9 @@ def all_to_alls(plan: fxshard.Plan) -> tuple[int, int]:
 def test_bytes_are_exact_beside_tensor_parallelism() -> None:
     job = Job(shape=(2, 2), tensor=2)
     with fake_process_group(0, 4):
-        require_exact(arriving(job))
+        plan = arriving(job)
+        require_exact(plan)
+        assert plan.program.apart == {"": 2, "mod_ep": 2}
         require_exact(arriving(job, checkpoint="full"))
 
 

@@ -79,12 +79,12 @@ def test_collectives_take_time_of_their_own_ranks() -> None:
     program = planned(Job(of_an_mlp, model=Mlp)).program
     calls = [node for node in program.graph.nodes if ops.communicates(node)]
     for node in calls:
-        sent = operators.collective(node, program.world_size, program.apart)
+        sent = operators.collective(node, program.world_size, program.apart[""])
         mine = program.group_of(node) == "tp"
         assert (sent.ranks, sent.stride) == ((2, 1) if mine else (2, 2))
         if mine:
             assert (sent.total, sent.passes) == (4 * 6 * 4, 2)
-            seconds = operators.node_seconds(node, hardware_of("h100"), 2, program.apart)
+            seconds = operators.node_seconds(node, hardware_of("h100"), 2, program.apart[""])
             assert seconds > 14e-6  # what NCCL takes besides
     assert any(program.group_of(node) == "tp" for node in calls)
 

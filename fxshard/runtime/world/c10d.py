@@ -138,12 +138,10 @@ class C10dWorld(AgreeingRank):
                 group = process_groups.new_group(mine, parent)
                 self.groups[each.grid.group(f"reshard{size}")] = group
         everyone, ranks = [*own.groups], mesh.size()
-        for each in beside:
-            self.groups[group_name(each)] = each.get_group()
-        for each in beside[:1]:  # with it and `mesh` all ranks can be reached
-            if not among(each, mesh):
-                everyone.append(group_name(each))
-                ranks *= each.size()
+        self.groups |= {group_name(other): other.get_group() for other in beside}
+        if beside and not among(beside[0], mesh):  # with it all ranks can be reached
+            everyone.append(group_name(beside[0]))
+            ranks *= beside[0].size()
         if mesh.device_type == "cpu":
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dict[str, dist.ProcessGroup] = {}
