@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.gpu.models import Bottleneck
+from fxshard.integrations.transformers import without_logits
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
@@ -77,7 +78,8 @@ def llama(
             max_position_embeddings=seq,
             use_cache=False,
         )
-        return transformers.LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
+        return without_logits(model) if labels else model
 
     def make() -> Batch:
         tokens = torch.randint(0, vocab, (batch, seq + 1))
