@@ -189,3 +189,8 @@ def expert_parallel(trained: Any, mesh: DeviceMesh) -> None:
     for layer in trained.layers.values():
         if isinstance(layer.ffn, Routed):
             parallelize_module(layer.ffn, mesh["ep"], {"experts": ToRanks()})
+
+
+def cut_inside(param: nn.Parameter) -> Shard | None:
+    """Experts are cut along their second dimension: along the first most rows would be padding."""
+    return Shard(1) if param.dim() == 3 else None

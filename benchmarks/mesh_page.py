@@ -121,6 +121,7 @@ def planned_experts(row: Row) -> Plan:
     more: dict[str, Any] = {}
     if ranks > 1:
         told = row.size * row.length * shape.chosen // ranks  # from each rank to each
+        more |= {"shard_placement_fn": mesh_experts.cut_inside}
         more |= {"parallelize": mesh_experts.expert_parallel, "data_sizes": {"**.experts": told}}
     return fxshard.plan(
         *(mesh_experts.model(shape), batch(row.size, row.length)),
@@ -355,8 +356,10 @@ def page(result: dict[str, Any]) -> str:
             f"{shape.experts} experts, of which each token has {shape.chosen} and a shared one; "
             f"671B parameters, in this project's own few lines (`benchmarks/mesh_experts.py`: no "
             f"groups of experts, no rotation). Experts are spread over `ep`, and shared by "
-            f"`dp_shard`; all else is sharded over both. Bytes are those for as many tokens as "
-            f"come if all experts get the same, {each:,} rows to each rank and layer: "
+            f"`dp_shard` along their second dimension, as in torchtitan where a rank has fewer "
+            f"experts than there are ranks to share them; all else is sharded over both. Bytes are "
+            f"those for as many tokens as come if all experts get the same, {each:,} rows "
+            f"to each rank and layer: "
             f'`data_sizes` tells it. Checkpoints are "full", so that rows are sent again. '
             f"Rows on their way to experts are sent inside of a region: their time is counted, "
             f"their bytes under `node` and `network` are not.",
