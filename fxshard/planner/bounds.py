@@ -6,7 +6,8 @@ add to it, and remove nothing. So in every plan with this trace, checkpoint poli
 
 - the step takes no less than the stem's operators one after the other (`fxshard.cost.operators`);
 - between forward and backward its saved values are alive, with this rank's parameters and optimizer
-  states; at the end of backward its gradients are, with both.
+  states; at the end of backward its gradients are, with both. With ``offload_activations=True``
+  those values are alive that the link to the CPU does not carry while forward computes.
 
 tests/planner/test_tune.py compares both with plans.
 """
@@ -47,7 +48,7 @@ from fxshard.plans.plan import Plan
 FREE = {
     *("strategy", "reshard_after_forward", "world_size", "mixed_precision", "checkpoint"),
     *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward", "offload"),
-    *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes"),
+    *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes", "offload_activations"),
 }
 
 
@@ -69,6 +70,7 @@ class Stem:
         symbols: of the open sizes, by name.
         sizes: what those are in the stem's own call.
         batched: names of those that are first dimensions of inputs.
+        carried: bytes that leave at most, with ``offload_activations=True``.
         reread_bytes: of the unsharded parameters that backward reads, except the root's. Without
             resharding they are held between the phases.
     """
@@ -79,6 +81,7 @@ class Stem:
     symbols: Mapping[str, sympy.Symbol]
     sizes: Mapping[str, int]
     batched: frozenset[str]
+    carried: int
     reread_bytes: int
 
     @classmethod
@@ -99,6 +102,8 @@ class Stem:
         for node in computes:
             if executed := operators.executed_flops(node):
                 parts[operators.operand_dtype(node), _grows(node, batch)] += executed
+        first = set(program.phase("forward"))
+        forward = sum(operators.node_seconds(n, hardware) for n in computes if n in first)
         return cls(
             sum(operators.node_seconds(node, hardware) for node in computes),
             dict(parts),
@@ -106,6 +111,7 @@ class Stem:
             symbols,
             {} if domain is None else {n: size_at(domain.example, places[n][0]) for n in symbols},
             batched,
+            int(forward * hardware.host.beta),
             _reread_bytes(program),
         )
 
@@ -149,6 +155,8 @@ def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
         for node in program.graph.find_nodes(op="placeholder")
         for storage in tags.storage_ids(node)
     }
+    for node in program.phase("forward"):
+        held |= tags.storage_ids(node) if tags.get(node).offload else set()  # on the CPU
     for node in program.phase("forward"):
         if from_parameter(node) or not any(_is_backward(user) for user in node.users):
             continue
@@ -320,7 +328,10 @@ class Bounds:
             each.why = f"refused: {first_line(stem)}"
             return
         each.least_seconds = max(each.least_seconds, self._per_sample(each, stem.seconds))
-        each.least_bytes = max(each.least_bytes, self._least_bytes(each, stem, stem.saved_now))
+        saved = stem.saved_now
+        if _hides_copies(each.config):
+            saved = max(0, saved - stem.carried)
+        each.least_bytes = max(each.least_bytes, self._least_bytes(each, stem, saved))
 
     def _bound_by_open_stem(self, each: Trial) -> None:
         """Its FLOPs, and what it saves at the candidate's batch."""
@@ -333,6 +344,8 @@ class Bounds:
         flops = stem.flops((batch or 1) / (opened or 1))
         each.least_seconds = self._per_sample(each, flop_seconds(flops, self._hardware))
         saved = stem.saved_now if batch == opened else stem.saved_of_batch(batch or 1)
+        if _hides_copies(each.config):
+            saved = max(0, saved - stem.carried) if batch == opened else 0
         each.least_bytes = self._least_bytes(each, stem, saved)
 
     def _by_dtype(self, each: Trial) -> float:
@@ -375,6 +388,8 @@ class Bounds:
             given = self._batches.workload.config.given
             if config.checkpoint is not None or "checkpoint" in given:
                 changes["checkpoint"] = config.checkpoint
+            if type(config.checkpoint) is int:  # which chooses what is offloaded too
+                changes["offload_activations"] = config.offload_activations
             try:
                 plan = self._stem_plan(changes, batch)
                 self._stems[key] = Stem.of(plan.program, self._hardware)
@@ -387,15 +402,21 @@ class Bounds:
         return self._batches.plan(batch, {**self._sharding, **changes, "passes": stem_passes})
 
     def _key(self, config: Config, batch: int | None) -> tuple[str, str, int | None]:
-        return traced(config.mixed_precision), repr(config.checkpoint), batch
+        chosen = repr((config.checkpoint, config.chooses_offloads))
+        return traced(config.mixed_precision), chosen, batch
 
 
 def _is_bounded(each: Trial) -> bool:
     """True if the bounds are about plans with its options."""
     config = each.config
     free = FREE.issuperset(each.candidate.changes) and config.backend == "eager"
-    whole = not config.chunk_loss and config.offload_activations is None
+    whole = not config.chunk_loss and config.offload_activations in (None, False, True)
     return not each.why and config.passes is None and free and whole
+
+
+def _hides_copies(config: Config) -> bool:
+    """True if activations leave that no stem knows of: as many as the link carries."""
+    return config.offload_activations is True and config.chooses_offloads is False
 
 
 def traced(policy: Any) -> str:

@@ -36,6 +36,7 @@ SPACE: dict[str, list[Any]] = {
     "forward_prefetch": [1],
     "mixed_precision": [None, BF16],
     "offload": [None],
+    "offload_activations": [None],
 }
 ONE: dict[str, list[Any]] = {
     name: values[:1] for name, values in SPACE.items() if name != "strategy"
@@ -329,8 +330,9 @@ def test_offload_is_the_last_resort() -> None:
 def test_the_default_space_has_all_that_is_left_open() -> None:
     result = tuned("1GiB", space=None, world_size=16, batches=None, plans=2)
     names = ("strategy", "checkpoint", "forward_prefetch", "mixed_precision", "offload")
+    names = (*names, "offload_activations")
     seen = {n: {repr(t.options[n]) for t in result.trials} for n in names}
-    assert [len(seen[name]) for name in names] == [5, 3, 3, 3, 2]
+    assert [len(seen[name]) for name in names] == [5, 3, 3, 3, 2, 2]
     assert {t.world_size for t in result.trials} == {16, (2, 8)}
     assert {t.batch for t in result.trials} == {2 << power for power in range(9)}
     fixed = tuned("1GiB", space=None, strategy="full_shard", checkpoint="full", plans=2)
