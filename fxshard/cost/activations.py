@@ -606,19 +606,22 @@ class _Problem:
         return np.rint(result.x).astype(np.int64)
 
     def saved(self, found: Any) -> Iterator[fx.Node]:
-        """What is saved, by `solve`. Of n checkpoints of one form the first ones recompute most.
+        """What checkpoints save, by `solve`."""
+        return (value.node for value in self._held(found) if value.home is not None)
 
-        What the last ones save dies first in backward, before the first recompute anything.
+    def _held(self, found: Any) -> Iterator[Value]:
+        """What lives from forward to backward, on the CPU or not, by `solve`.
+
+        Of n checkpoints of one form the first ones recompute most: what the last ones save dies
+        first in backward, before the first recompute anything.
         """
         for value in self.values.values():
-            if value.forced and value.home is not None:
-                yield value.node
+            if value.forced:
+                yield value
         for numbers in {id(m): m for m in self.members.values()}.values():
             template = self._touched(numbers[0])
             for j, number in enumerate(numbers, start=1):
                 for like, value in zip(template, self._touched(number), strict=True):
-                    if value.home is None:
-                        continue
                     count = int(found[self.of_value[id(like)]])
                     recomputed = 0
                     if like.maker in self.candidates and like.home == numbers[0]:
@@ -627,15 +630,15 @@ class _Problem:
                     if count and (
                         not own or (0 if like.tagged else recomputed) < j <= recomputed + count
                     ):
-                        yield value.node
+                        yield value
 
     def offloaded(self, found: Any) -> Iterator[fx.Node]:
         """What is offloaded, by `solve`: of n values that are saved alike, those made first."""
         left = {value: int(found[column]) for value, column in self.of_copy.items()}
-        saved = set(self.saved(found))
+        held = set(map(id, self._held(found)))
         for value in self.values.values() if left else ():
             like = id(self.like[id(value)])
-            if left.get(like, 0) and (value.forced or value.node in saved):
+            if left.get(like, 0) and id(value) in held:
                 left[like] -= 1
                 yield value.node
 

@@ -1,4 +1,4 @@
-"""Keep, recompute or offload, in one decision: what is chosen, its bytes, its numbers, its order."""
+"""Keep, recompute or offload, in one decision: what is chosen, its bytes, numbers and order."""
 
 import contextlib
 import copy
@@ -123,9 +123,9 @@ def test_what_is_chosen_at_three_budgets() -> None:
     plan, mib = large(), 2**20
     found = {size: plan.replan(checkpoint=size * mib, **FORCED) for size in (1200, 800, 300)}
     assert {size: counts(each) for size, each in found.items()} == {
-        1200: (4, 0),
+        1200: (5, 0),
         800: (8, 2),
-        300: (9, 6),
+        300: (11, 6),
     }
     assert seconds(found[1200]) == seconds(plan) < seconds(found[800]) < seconds(found[300])
     for size, each in found.items():
@@ -147,6 +147,42 @@ def dropped(plan: fxshard.Plan) -> int:
 def test_nothing_leaves_that_need_not() -> None:
     plan = large()
     assert counts(plan.replan(checkpoint=on_device(plan), **FORCED)) == (0, 0)
+
+
+class Wider(nn.Module):
+    """Backward reads no input of it, but to recompute."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x.double().square().float())
+
+
+class Inlet(Blocks):
+    """What is outside of all checkpoints is read to recompute inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1024)
+        self.blocks = nn.ModuleList(Wider(1024) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sin())
+
+
+def test_what_is_outside_of_checkpoints_leaves_too() -> None:
+    with torch.device("meta"):
+        model, x = Inlet(), torch.empty(8192, 1024, requires_grad=True)
+    slow = any_size(1e9)  # so that the fewest bytes leave
+    plan = fxshard.plan(model, (x,), units=UNITS, world_size=2, passes=slow)
+    for budget in budgets(plan, 5, **FORCED):
+        assert on_device(plan.replan(checkpoint=budget, **FORCED)) <= budget
+    least = least_of(plan, **FORCED)
+    program = plan.replan(checkpoint=least, **FORCED).program
+    launches = program.graph.find_nodes(op="call_function", target=ops.offload)
+    left = {tensor.name for launch in launches for tensor in tags.operands(launch)}
+    assert "sin" in left
 
 
 def test_it_is_considered_on_accelerators_unless_it_is_forbidden() -> None:
