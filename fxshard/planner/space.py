@@ -54,6 +54,11 @@ class Candidate:
         return ", ".join(texts) or "as given"
 
     @property
+    def offloads(self) -> bool:
+        """True if activations take memory of the CPU."""
+        return bool(self.changes.get("offload_activations"))
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """Equal for candidates that give the same plan."""
         return self.batch, *self.key_without(())
