@@ -381,6 +381,18 @@ def has_extension(tensor: Tensor) -> bool:
     return hasattr(type(tensor), PRE) or hasattr(type(tensor), POST)
 
 
+def drop_computed_scale(held: Any) -> None:
+    """Take the scale off a weight that torchao has computed for its next all-gather.
+
+    ``precompute_float8_dynamic_scale_for_fsdp`` puts it there. In a program each all-gather
+    computes it, of the same numbers, as does a model in one process, where that function does
+    nothing. A scale that is older than the weight counts for neither.
+    (torchao/float8/fsdp_utils.py, ``WeightWithDynamicFloat8CastTensor``)
+    """
+    if type(held).__module__ == "torchao.float8.fsdp_utils":
+        held._precomputed_scale = None
+
+
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device
 
