@@ -369,9 +369,8 @@ def extension_of(fqn: str, tensor: Tensor, module: nn.Module) -> Extension | Non
         has = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(names, inner, strict=True))
         raise UnitError(
             f"{name} {list(held.shape)} {held.dtype} around {has}: fxshard shards one plain tensor "
-            f"of the parameter's own shape and dtype; of several FSDP2 has the gradient of the "
-            f"last alone. Let {PRE} make what else is to be sent; take frozen weights apart "
-            f"(fxshard.integrations.quantized.packed(model)); or use "
+            f"of the parameter's own shape and dtype. Let {PRE} make what else is to be sent; take "
+            f"frozen weights apart (fxshard.integrations.quantized.packed(model)); or use "
             f"torch.distributed.fsdp.fully_shard."
         )
     made = Extension(fqn, type(held), names[0], context, tuple(tensor.shape), tensor.dtype, module)

@@ -4,6 +4,7 @@ Rows of docs/coming-from-fsdp.md name these tests.
 """
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -102,6 +103,19 @@ def modes(rank: int, world_size: int) -> None:
                     param.zero_()
             model.load_state_dict(state)
             assert_close(model(batch(rank)), alone(batch(rank)))
+    # torch's own functions look for FSDP1's class, and find none, as in a model of FSDP2.
+    with warnings.catch_warnings(), FullyShardedDataParallel.summon_full_params(model):
+        warnings.simplefilter("ignore", FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    for gone in (FullyShardedDataParallel.optim_state_dict, fsdp_norm):
+        with pytest.raises(AttributeError):
+            gone(model, torch.optim.SGD(model.parameters()))
+
+
+def fsdp_norm(model: Any, _: Any) -> None:
+    FullyShardedDataParallel.clip_grad_norm_(model, 1.0)
 
 
 def test_methods_of_states_are_no_modes(ranks: Any) -> None:
