@@ -104,18 +104,18 @@ def modes(rank: int, world_size: int) -> None:
             model.load_state_dict(state)
             assert_close(model(batch(rank)), alone(batch(rank)))
     # torch's own functions look for FSDP1's class, and find none, as in a model of FSDP2.
-    with warnings.catch_warnings(), FullyShardedDataParallel.summon_full_params(model):
+    kind, owns = StateDictType.FULL_STATE_DICT, FullyShardedDataParallel
+    with warnings.catch_warnings(), owns.summon_full_params(model):
         warnings.simplefilter("ignore", FutureWarning)
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        owns.set_state_dict_type(model, kind)
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
         assert all(isinstance(param, DTensor) for param in model.parameters())
-    for gone in (FullyShardedDataParallel.optim_state_dict, fsdp_norm):
-        with pytest.raises(AttributeError):
-            gone(model, torch.optim.SGD(model.parameters()))
-
-
-def fsdp_norm(model: Any, _: Any) -> None:
-    FullyShardedDataParallel.clip_grad_norm_(model, 1.0)
+        with pytest.raises(KeyError), owns.state_dict_type(model, kind):
+            pass
+    with pytest.raises(AttributeError):
+        owns.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        owns.optim_state_dict(model, torch.optim.SGD(model.parameters()))
 
 
 def test_methods_of_states_are_no_modes(ranks: Any) -> None:
