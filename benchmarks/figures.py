@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import math
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,11 @@ def write(path: Path, result: dict[str, Any]) -> None:
     """Machine and date, then the result, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**machine(), **result}, indent=1) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table that is too long for its page, beside it; the first row names the columns."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

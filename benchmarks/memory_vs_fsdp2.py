@@ -29,16 +29,18 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.figures import write_csv
 from benchmarks.vs_fsdp2.causes import CAUSES, Comparison, compare
 from benchmarks.vs_fsdp2.models import CASES, WIDE, WORLD, Case
 from benchmarks.vs_fsdp2.peaks import estimates, peaks
 from benchmarks.vs_fsdp2.planned import fxshard_rows, planned
 from benchmarks.vs_fsdp2.tracked import faults, fsdp2_rows
 from fxshard.config.checked import Config
-from fxshard.memory.category import CATEGORIES, Category, State
+from fxshard.memory.category import CATEGORIES, State
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "memory-vs-fsdp2.md"
+ROWS = PAGE.with_suffix(".csv")
 RESULTS = ROOT / "benchmarks" / "results" / "memory_vs_fsdp2.json"
 
 PEAK_HEADERS = (
@@ -46,7 +48,6 @@ PEAK_HEADERS = (
     "fxshard / FSDP2",
 )
 CAUSE_HEADERS = ("cause", "in what sense", "rows", "what", "evidence")
-ROW_HEADERS = ("unit", "state", "FSDP2", "fxshard", "difference", "made of")
 ESTIMATE_HEADERS = (
     *("model", "fxshard, profiler", "its plan", "FSDP2, profiler", "DeepSpeed ZeRO-3", "error"),
     *("one device, profiler", "accelerate", "error"),
@@ -116,7 +117,8 @@ def page(results: list[Result], wide: Result, known: dict[str, int | bool], abou
         f"## What the differences are made of\n\nOf {len(rows)} rows, fxshard holds less in "
         f"{len(less)}, the same in {len(rows) - len(less) - len(more)}, more in {len(more)} (at "
         f"most {-worst.difference:,} bytes, {worst.state} of `{worst.unit or '(root)'}`). Every "
-        "difference is the sum of these causes.\n\n" + _causes(rows),
+        "difference is the sum of these causes; [memory-vs-fsdp2.csv](memory-vs-fsdp2.csv) has "
+        "every row, with both sides by category.\n\n" + _causes(rows),
         BETTER.format(
             more=len(more),
             early=_largest(rows, "early gather"),
@@ -125,7 +127,6 @@ def page(results: list[Result], wide: Result, known: dict[str, int | bool], abou
             lower=sum(r.peaks["fxshard"] < r.peaks["fsdp2"] for r in (*results, wide)),
             models=len(results) + 1,
         ),
-        *(case_section(result) for result in results),
         _faults_section(known, results[0]),
         "## Estimators\n\n"
         + ESTIMATORS
@@ -255,38 +256,27 @@ def _ordered(result: Result) -> list[Comparison]:
     return sorted(result.rows, key=lambda row: (units.index(row.unit), states.index(row.state)))
 
 
-def case_section(result: Result) -> str:
-    rows, figures = [], []
-    unit = None
+def case_rows(result: Result) -> list[dict[str, Any]]:
+    """Lines of the file beside the page: bytes of each unit in each state, and by category."""
+    found = []
     for row in _ordered(result):
-        label = "" if row.unit == unit else f"`{row.unit}`" if row.unit else "(root)"
-        unit = row.unit
         parts: collections.Counter[str] = collections.Counter()
         for part in row.parts:
             parts[part.cause] += part.bytes
-        made_of = ", ".join(f"*{cause}* {size:+,}" for cause, size in parts.items() if size)
-        theirs, ours = sum(row.theirs.values()), sum(row.ours.values())
-        rows.append([label, row.state, theirs, ours, f"{row.difference:+,}", made_of])
-        figures.append([label, row.state, *(_pair(row, c.value) for c in _used(result))])
-    headers = ("unit", "state", *(c.value for c in _used(result)))
-    return (
-        f"## {result.case.title[0].upper()}{result.case.title[1:]}\n\n"
-        + _table(ROW_HEADERS, rows, left=2).replace("---:|---:|---:|---:|", "---:|---:|---:|---|")
-        + "\n\n<details><summary>By category: FSDPMemTracker's figure / ours</summary>\n\n"
-        + _table(headers, figures, left=2)
-        + "\n\n</details>"
-    )
-
-
-def _used(result: Result) -> list[Category]:
-    return [
-        c for c in CATEGORIES if any(c.value in {**row.theirs, **row.ours} for row in result.rows)
-    ]
-
-
-def _pair(row: Comparison, category: str) -> str:
-    theirs, ours = row.theirs.get(category, 0), row.ours.get(category, 0)
-    return "." if not theirs and not ours else f"{theirs:,} / {ours:,}"
+        found.append(
+            {
+                "model": result.case.title,
+                "unit": row.unit or "(root)",
+                "state": row.state,
+                "FSDP2": sum(row.theirs.values()),
+                "fxshard": sum(row.ours.values()),
+                "difference": row.difference,
+                "made of": ", ".join(f"{cause} {size:+d}" for cause, size in parts.items() if size),
+                **{f"{c.value}: FSDP2": row.theirs.get(c.value, 0) for c in CATEGORIES},
+                **{f"{c.value}: fxshard": row.ours.get(c.value, 0) for c in CATEGORIES},
+            }
+        )
+    return found
 
 
 def _faults_section(known: dict[str, int | bool], dense: Result) -> str:
@@ -296,7 +286,7 @@ def _faults_section(known: dict[str, int | bool], dense: Result) -> str:
 Each shown by a run of its own, of the first model:
 
 - It reports boundaries of units only: {known["modules in its table"]} modules are in its table, \
-{dense.modules} in `plan.memory.table()`. The tables above have its rows.
+{dense.modules} in `plan.memory.table()`. The file has its rows.
 - A second forward of the root under the same tracker {raises}: the first step, in which the \
 optimizer makes its state, was run before it.
 - A peak outside the root's forward and backward is in none of its rows: with the loss outside \
@@ -370,6 +360,7 @@ def main() -> int:
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(_json(results, wide, known, machine))
     PAGE.write_text(page(results, wide, known, about))
+    write_csv(ROWS, [row for result in results for row in case_rows(result)])
     left = [line for result in results for line in gaps(result)]
     rows = sum(len(result.rows) for result in results)
     print("\n".join(left) or f"{rows} rows, every difference explained; wrote {PAGE}")

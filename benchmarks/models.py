@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.gpu.models import Bottleneck
+from fxshard.integrations.transformers import without_logits
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
@@ -60,7 +61,9 @@ class Model:
         ]
 
 
-def llama(name: str, *, dim: int, depth: int, vocab: int, batch: int, seq: int) -> Model:
+def llama(
+    name: str, *, dim: int, depth: int, vocab: int, batch: int, seq: int, labels: bool = False
+) -> Model:
     """Hugging Face's Llama: heads of 32 or 64, half of them for keys, 8/3 dim in the MLP."""
     width = 32 if dim < 512 else 64
 
@@ -75,17 +78,21 @@ def llama(name: str, *, dim: int, depth: int, vocab: int, batch: int, seq: int) 
             max_position_embeddings=seq,
             use_cache=False,
         )
-        return transformers.LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
+        return without_logits(model) if labels else model
 
     def make() -> Batch:
         tokens = torch.randint(0, vocab, (batch, seq + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def loss(output: Any, targets: Tensor) -> Tensor:
+        if labels:
+            found: Tensor = output.loss
+            return found
         return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
     title = f"Llama, {dim} wide, {depth} layers, {batch} x {seq} tokens"
-    return Model(name, title, build, make, loss, "model.layers.*")
+    return Model(name, title, build, make, loss, "model.layers.*", labels)
 
 
 def encoder(name: str, *, dim: int, depth: int, vocab: int, batch: int, seq: int) -> Model:
@@ -150,6 +157,95 @@ def convnet(name: str, *, channels: int, inner: int, depth: int, batch: int, sid
     )
 
 
+def vision(name: str, *, dim: int, depth: int, batch: int, side: int) -> Model:
+    """Hugging Face's vision transformer: patches of 8 x 8, a classifier of 10 classes."""
+
+    def build() -> nn.Module:
+        config = transformers.ViTConfig(
+            hidden_size=dim,
+            intermediate_size=4 * dim,
+            num_hidden_layers=depth,
+            num_attention_heads=dim // 64,
+            image_size=side,
+            patch_size=8,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=10,
+        )
+        return transformers.ViTForImageClassification(config)
+
+    def make() -> Batch:
+        return torch.randn(batch, 3, side, side), torch.randint(0, 10, (batch,))
+
+    def loss(output: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.logits, targets)
+
+    title = f"ViT, {dim} wide, {depth} layers, {batch} images of {side} x {side}"
+    return Model(name, title, build, make, loss, "vit.layers.*")
+
+
+class Experts(nn.Module):
+    """A block of attention and a mixture of experts, all of which see all tokens.
+
+    f32 [batch, seq, dim] -> the same. The two best of the router's scores are the weights, so that
+    no size depends on the data.
+    """
+
+    def __init__(self, dim: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.router = nn.Linear(dim, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, dim, inner) / dim**0.5)
+        self.down = nn.Parameter(torch.randn(experts, inner, dim) / inner**0.5)
+        self.heads = dim // 64
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, 64).unbind(2)
+        mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
+        y = self.norm2(x).flatten(0, 1)
+        best, chosen = self.router(y).softmax(-1).topk(2)
+        weights = torch.zeros_like(y[:, : self.up.shape[0]]).scatter(1, chosen, best)
+        each = F.silu(torch.einsum("td,edh->eth", y, self.up))
+        made = torch.einsum("eth,ehd,te->td", each, self.down, weights)
+        return x + made.view(batch, seq, dim)
+
+
+class Mixture(nn.Module):
+    """Tokens [batch, seq] -> logits f32 [batch, seq, vocab]."""
+
+    def __init__(self, vocab: int, dim: int, inner: int, experts: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Experts(dim, inner, experts) for _ in range(depth))
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def mixture(name: str, *, dim: int, depth: int, vocab: int, batch: int, seq: int) -> Model:
+    """Four experts, half of the usual MLP each."""
+
+    def make() -> Batch:
+        tokens = torch.randint(0, vocab, (batch, seq + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def loss(output: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    title = f"mixture of 4 experts, {dim} wide, {depth} layers, {batch} x {seq} tokens"
+    return Model(
+        name, title, lambda: Mixture(vocab, dim, 2 * dim, 4, depth), make, loss, "layers.*"
+    )
+
+
 MODELS = {
     model.name: model
     for model in (
@@ -158,6 +254,17 @@ MODELS = {
         llama("medium", dim=512, depth=8, vocab=2048, batch=2, seq=256),
         encoder("encoder", dim=256, depth=6, vocab=2048, batch=4, seq=96),
         convnet("convnet", channels=128, inner=64, depth=6, batch=8, side=64),
+    )
+}
+# Units of more than the option `pack_bytes`, so that parameters have buffers of their own.
+FRONT = {
+    model.name: model
+    for model in (
+        llama("llama", dim=256, depth=6, vocab=4096, batch=2, seq=192, labels=True),
+        llama("long", dim=256, depth=4, vocab=1024, batch=1, seq=1024, labels=True),
+        mixture("mixture", dim=256, depth=4, vocab=1024, batch=2, seq=192),
+        vision("vision", dim=256, depth=6, batch=8, side=64),
+        encoder("encoder", dim=256, depth=6, vocab=2048, batch=4, seq=96),
     )
 }
 # For tests of the scripts themselves.

@@ -1,4 +1,4 @@
-"""Writes docs/models.md: every architecture of tests/zoo, tried once.
+"""Writes docs/models.md and docs/models.csv: every architecture of tests/zoo, tried once.
 
     python -m benchmarks.models_page          # tries all of them (14 CPU-minutes)
     python -m benchmarks.models_page --page   # the page alone, from the results of the last run
@@ -22,21 +22,22 @@ import torch
 import transformers
 from tabulate import tabulate
 
-from benchmarks.figures import RESULTS, ROOT, machine, write
+from benchmarks.figures import RESULTS, ROOT, machine, write, write_csv
 from tests.zoo import trial
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.trial import Trial
 
 PAGE = ROOT / "docs" / "models.md"
+ROWS = PAGE.with_suffix(".csv")
 RECORD = RESULTS / "models.json"
 
 HEAD = """# Models that fxshard takes
 
 Written by `make models` (`python -m benchmarks.models_page`) from `tests/zoo/architectures.py`; do
-not edit. Every row is a tiny model of the real class with random weights, without a download:
+not edit. Each is a tiny model of the real class with random weights, without a download:
 {taken} are taken ({bitwise} bitwise equal to eager), {refused} are refused by name.
 
-What a row says was tried there: `fxshard.compile` on two ranks inside one process, one training
+What was tried of each: `fxshard.compile` on two ranks inside one process, one training
 step beside plain eager from the same seed with dropout on, comparing the loss, all gradients and
 all buffers; then `fxshard.validate` for rank 0 of {ranks}, two AdamW steps. No option is given: the
 units are those that fxshard finds, and models of transformers are called as they come
@@ -47,11 +48,16 @@ units are those that fxshard finds, and models of transformers are called as the
   {close:g} of that one: they are zero but for rounding). At most {close:g} passes. Models of
   transformers that are not bitwise mostly are without a cache: eager puts keys and values into the
   cache that it returns, other strides for the same numbers.
-- **refused**: why, as the error begins; the rest of it names the line and the remedy.
-- **nodes**: operators, inputs and the output of the captured graph of forward and backward.
-- **capture**, **plan**: CPU-seconds, in one thread; planning includes a capture of its own.
-- **bytes**: largest difference between prediction and measurement, over every module, state and
-  category of both steps; `-`: a size depends on the data, and bytes are not predicted.
+- **refused**: [models.csv](models.csv) has why, as the error begins; the rest of the error names
+  the line and the remedy.
+
+[models.csv](models.csv) also has of each how many **nodes** the captured graph of forward and
+backward has (operators, inputs and the output); what **capture** and **plan** take, in CPU-seconds
+in one thread (planning includes a capture of its own); and the largest difference in **bytes**
+between prediction and measurement, over every module, state and category of both steps (`-`: a size
+depends on the data, and bytes are not predicted).
+
+{table}
 
 ## Models of Hugging Face transformers
 
@@ -129,26 +135,49 @@ def page(result: dict[str, Any]) -> str:
     """The page, from what `measure` wrote."""
     trials = {name: Trial(**values) for name, values in result["trials"].items()}
     taken = [done for done in trials.values() if not done.refusal]
-    parts = [
-        HEAD.format(
-            taken=len(taken),
-            bitwise=sum(done.bitwise for done in taken),
-            refused=len(trials) - len(taken),
-            ranks=trial.RANKS,
-            close=trial.CLOSE,
-            **{key: result[key] for key in machine()},
-        )
+    families = [by_status(family, names, trials) for family, names in by_family(trials).items()]
+    table = tabulate(families, headers="keys", tablefmt="github", disable_numparse=True)
+    return HEAD.format(
+        taken=len(taken),
+        bitwise=sum(done.bitwise for done in taken),
+        refused=len(trials) - len(taken),
+        ranks=trial.RANKS,
+        close=trial.CLOSE,
+        table=re.sub("-{4,}", "---", re.sub(" {2,}", " ", table)),  # cells are long
+        **{key: result[key] for key in machine()},
+    )
+
+
+def by_family(trials: dict[str, Trial]) -> dict[str, list[str]]:
+    """The names of each family, in the order of the table."""
+    found: dict[str, list[str]] = {}
+    for name in trials:
+        if name in ARCHITECTURES:
+            found.setdefault(ARCHITECTURES[name].family, []).append(name)
+    return {each.family: found[each.family] for each in ARCHITECTURES.values()}
+
+
+def by_status(family: str, names: list[str], trials: dict[str, Trial]) -> dict[str, str]:
+    """A line of the page: models by what came out."""
+    came_out = {name: status(trials[name]).split()[0].rstrip(":") for name in names}
+    return {"family": family} | {
+        each: ", ".join(f"`{name}`" for name in names if came_out[name] == each) or "-"
+        for each in ("bitwise", "within", "refused")
+    }
+
+
+def rows(result: dict[str, Any]) -> list[dict[str, str]]:
+    """The file beside the page: one line per model."""
+    trials = {name: Trial(**values) for name, values in result["trials"].items()}
+    return [
+        {"family": family, **row(name, trials[name])}
+        for family, names in by_family(trials).items()
+        for name in names
     ]
-    for family in dict.fromkeys(each.family for each in ARCHITECTURES.values()):
-        names = [n for n in trials if n in ARCHITECTURES and ARCHITECTURES[n].family == family]
-        rows = [row(name, trials[name]) for name in names]
-        table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
-        parts.append(f"\n## {family[0].upper()}{family[1:]}\n\n{table}\n")
-    return "".join(parts)
 
 
 def row(name: str, done: Trial) -> dict[str, str]:
-    """One line of a table."""
+    """One line of the file."""
     figures = {
         "nodes": f"{done.nodes:,}",
         "capture, s": f"{done.capture_seconds:.1f}",
@@ -156,12 +185,12 @@ def row(name: str, done: Trial) -> dict[str, str]:
         "bytes": "-" if done.memory_difference is None else f"{done.memory_difference:,}",
     }
     blank = dict.fromkeys(figures, "-")
-    shown = status(done).replace("|", "\\|")
+    shown = status(done)
     if ARCHITECTURES[name].optimizer.func is torch.optim.SGD:  # type: ignore[attr-defined]
         shown += " (bytes with SGD: of complex parameters, AdamW's step is not exact)"
     if not ARCHITECTURES[name].onednn:
         shown += " (beside eager without oneDNN)"
-    return {"model": f"`{name}`", "status": shown, **(blank if done.refusal else figures)}
+    return {"model": name, "status": shown, **(blank if done.refusal else figures)}
 
 
 def main() -> int:
@@ -172,7 +201,9 @@ def main() -> int:
     chosen = parser.parse_args()
     if not chosen.page:
         measure(chosen.only)
-    PAGE.write_text(page(json.loads(RECORD.read_text())))
+    result = json.loads(RECORD.read_text())
+    PAGE.write_text(page(result))
+    write_csv(ROWS, rows(result))
     return 0
 
 

@@ -26,7 +26,8 @@ Result = dict[str, Any]
 HEAD = """# Benchmarks
 
 Written by `python -m benchmarks.page` from `benchmarks/results/`; do not edit. `make bench`
-measures everything again and writes this page. A ratio below 1: fxshard is faster or smaller."""
+measures everything again and writes this page. A ratio below 1: fxshard is faster or smaller.
+`benchmarks/results/` has all figures: medians, quartiles, phases, stages."""
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
@@ -52,27 +53,15 @@ def verdicts(claims: list[dict[str, Any]]) -> str:
 
 
 def step_time_section(result: Result) -> str:
-    """Tables of benchmarks/step_time.py."""
+    """Table of benchmarks/step_time.py: each model's ratios of medians."""
     rows = []
     for model in result["models"]:
-        for side, figures in model["milliseconds"].items():
-            step = figures["step"]
-            rows.append(
-                {
-                    "model": model["title"],
-                    "side": TITLES[side],
-                    "step, ms": f"{step['median']:.1f}",
-                    "quartiles": f"{step['q1']:.1f} to {step['q3']:.1f}",
-                    **{what: f"{figures[what]['median']:.1f}" for what in step_time.PHASES},
-                    "CPU, ms": f"{figures['cpu']['median']:.1f}",
-                }
-            )
-    ratios = [
-        {"model": model["model"], "of": pair, **{k: f"{v:.3f}" for k, v in each.items()}}
-        for model in result["models"]
-        for pair, each in model["ratios"].items()
-    ]
-    return f"{table(rows)}\n\nRatios of medians:\n\n{table(ratios)}"
+        row = {"model": model["title"]}
+        for pair, each in model["ratios"].items():
+            ours, theirs = (TITLES[side] for side in pair.split(" / "))
+            row[f"{ours} / {theirs}"] = f"{each['step']:.3f}"
+        rows.append(row)
+    return table(rows)
 
 
 def peak_bytes_section(result: Result) -> str:
@@ -157,36 +146,19 @@ def passes_section(result: Result) -> str:
 
 
 def scale_section(result: Result) -> str:
-    """Tables of benchmarks/scale.py, and its plot."""
-    parts = []
-    for which in ("by_nodes", "by_units"):
-        rows = [
-            {
-                "nodes": f"{row['nodes']:,}",
-                "units": f"{row['units'] - 1:,} and the root",
-                **{
-                    f"{k}, µs per node": f"{v:.1f}" for k, v in row["microseconds_per_node"].items()
-                },
-                "all, CPU s": f"{row['microseconds_per_node']['all'] * row['nodes'] / 1e6:.2f}",
-            }
-            for row in result[which]
-        ]
-        parts.append(table(rows))
-    first, last = result["by_nodes"][0], result["by_nodes"][-1]
-    stages = [
+    """Table of benchmarks/scale.py, and its plot."""
+    rows = [
         {
-            "stage": stage,
-            **{
-                f"{row['nodes']:,} nodes, µs per node": (
-                    f"{1e6 * row['cpu_seconds'].get(stage, 0.0) / row['nodes']:.2f}"
-                )
-                for row in (first, last)
-            },
+            "nodes": f"{row['nodes']:,}",
+            "units": f"{row['units'] - 1:,} and the root",
+            **{f"{k}, µs per node": f"{v:.1f}" for k, v in row["microseconds_per_node"].items()},
+            "all, CPU s": f"{row['microseconds_per_node']['all'] * row['nodes'] / 1e6:.2f}",
         }
-        for stage in last["cpu_seconds"]
+        for which in ("by_nodes", "by_units")
+        for row in result[which]
     ]
     picture = "![CPU seconds over nodes, and microseconds per node over units](scaling.png)"
-    return "\n\n".join([*parts, picture, "Stage by stage, a unit per block:", table(stages)])
+    return f"{table(rows)}\n\n{picture}"
 
 
 def plan_405b_section(result: Result) -> str:
@@ -201,12 +173,7 @@ def plan_405b_section(result: Result) -> str:
         }
         for side in result["sides"]
     ]
-    ours = result["sides"][0]
-    stages = [
-        {"stage of fxshard": stage, "CPU s": f"{seconds:.2f}"}
-        for stage, seconds in ours["cpu_seconds_by_stage"].items()
-    ]
-    return f"{table(rows)}\n\n{table(stages)}"
+    return table(rows)
 
 
 SECTIONS: tuple[tuple[str, Any, Callable[[Result], str]], ...] = (

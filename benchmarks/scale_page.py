@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.figures import ROOT, geometric_mean, machine
+from benchmarks.figures import ROOT, geometric_mean, machine, write_csv
 from benchmarks.page import table
 from benchmarks.published import MEASURED, OTHER_SOURCES, OTHERS, SOURCES
 from benchmarks.scale_cells import (
@@ -39,18 +39,16 @@ from benchmarks.scale_cells import (
 from benchmarks.scale_constants import constants_table, sources_list
 from benchmarks.scale_tables import (
     crossover_table,
+    every_cell,
     falls,
     gib,
     knee_table,
     levers_table,
     limits_table,
-    memory_table,
     models_table,
     published_table,
     ratio_table,
     reserved_table,
-    time_table,
-    wire_table,
 )
 from benchmarks.shapes import LLAMA3_8B
 from fxshard.cost import operators
@@ -58,7 +56,8 @@ from fxshard.cost.hardware import PRESETS
 from fxshard.memory.cuda.fixed_costs import fixed_costs
 from fxshard.memory.cuda.reserved import HOPPER
 
-PAGE, PLOT = ROOT / "docs" / "scale.md", ROOT / "docs" / "scale.png"
+PAGE = ROOT / "docs" / "scale.md"
+PLOT, CELLS = PAGE.with_suffix(".png"), PAGE.with_suffix(".csv")
 
 
 HEAD = """# Llama 3 at scale, on paper
@@ -107,7 +106,9 @@ all-reduce goes around a ring or along a tree, whichever is faster.
 """
 
 READING = """
-## How to read the tables
+## All figures
+
+[scale.csv](scale.csv) has a line for each model, number of ranks and strategy:
 
 - **Bytes** of a rank at the peak of a step, GiB. `unsharded`: parameters, and the buffers they
   are gathered into; `gradients`: also before they are reduced. Where the peak is in the root, it is
@@ -122,22 +123,6 @@ READING = """
   gathered than the parameters are.
 - **Times**, where it fits. `exposed` is what the compute stream stands still for communication. MFU
   is the PaLM paper's: model FLOPs, nothing that is computed again, over the peak of bf16.
-"""
-
-MODEL = """
-## {title}
-
-Bytes at the peak, GiB:
-
-{memory}
-
-Sent in a step, GiB:
-
-{wire}
-
-Times, estimated:
-
-{time}
 """
 
 SCALE = """
@@ -204,7 +189,8 @@ In the order in which to try them:
   memory; `reshard_after_forward=8` gathers them from the node the second time.
 - Prefetching further ahead does not help where the links are busy all the time.
 - **Other parallelism.** Beyond that, tensor or pipeline parallelism divides the layers, so that
-  fewer ranks share one unit: what Llama 3 was trained with. fxshard does not do it.
+  fewer ranks share one unit: what Llama 3 was trained with. [On meshes of two to four
+  dimensions](scale-meshes.md) has the same models so.
 
 ## Against published measurements
 
@@ -247,8 +233,7 @@ and {reserved_fall:.1f} GiB reserved.
   2 x 4,096 tokens, which we take to be their setting, falls by {slower:.0%}, and with protocol
   Simple by {simple_slower:.0%}. {verdict}
 
-What cannot be compared, since fxshard has no tensor or pipeline parallelism, or the settings are
-not said:
+What is not compared on this page, which has data parallelism alone, or whose settings are not said:
 
 {others}
 
@@ -281,15 +266,6 @@ def page(result: Mapping[str, Any]) -> str:
         )
     ]
     parts.append(READING.format(outside=outside(1), outside_hybrid=outside(2)))
-    for name, cells in models.items():
-        parts.append(
-            MODEL.format(
-                title=MODELS[name].shape.name,
-                memory=memory_table(cells),
-                wire=wire_table(cells),
-                time=time_table(cells),
-            )
-        )
     ratios = [each["tokens"] / MEASURED[each["at"]].tokens for each in result["published"]]
     slower = result["weak_scaling"]
     parts.append(
@@ -403,7 +379,8 @@ def main() -> int:
         measure(chosen.only or [*MODELS, *PARTS], say)
     result = json.loads(RECORD.read_text())
     PAGE.write_text(page(result))
-    print(f"wrote {PAGE}")
+    write_csv(CELLS, every_cell(result["models"]))
+    print(f"wrote {PAGE} and {CELLS}")
     print(f"wrote {PLOT}" if plot(result) else "no matplotlib: the plot is as it was")
     return 0
 

@@ -50,58 +50,61 @@ CATEGORIES = {
 }
 
 
-def memory_table(cells: Iterable[Cell]) -> str:
+def every_cell(models: Mapping[str, list[Cell]]) -> list[dict[str, str]]:
+    """The file beside the page: a line for each model, number of ranks and strategy."""
+    return [
+        {
+            "model": MODELS[name].shape.name,
+            "ranks": str(each["world"]),
+            "strategy": strategy(each["group"]),
+            **memory(each),
+            **wire(each),
+            **times(each),
+        }
+        for name, cells in models.items()
+        for each in cells
+    ]
+
+
+def memory(cell: Cell) -> dict[str, str]:
     """GiB of a rank by category at the peak."""
-    rows = []
-    for each in cells:
-        own = each["categories"]
-        where = [name for name in HARDWARE if fits(each, name)]
-        rows.append(
-            {
-                "ranks": f"{each['world']:,}",
-                "strategy": strategy(each["group"]),
-                "peak, GiB": gib(each["peak_bytes"]),
-                **{n: gib(sum(own.get(c, 0) for c in names)) for n, names in CATEGORIES.items()},
-                "peak in": each["peak_at"],
-                "on the GPU": gib(each["device_bytes"]),
-                "fits": ", ".join(where) or "no",
-            }
-        )
-    return table(rows)
+    own = cell["categories"]
+    where = [name for name in HARDWARE if fits(cell, name)]
+    return {
+        "peak, GiB": gib(cell["peak_bytes"]),
+        **{n: gib(sum(own.get(c, 0) for c in names)) for n, names in CATEGORIES.items()},
+        "peak in": cell["peak_at"],
+        "on the GPU": gib(cell["device_bytes"]),
+        "fits": ", ".join(where) or "no",
+    }
 
 
-def wire_table(cells: Iterable[Cell]) -> str:
+def wire(cell: Cell) -> dict[str, str]:
     """GiB that a rank sends in a step, by kind and link."""
-    rows = []
-    for each in cells:
-        sent = {kind: each["traffic"].get(kind, {}) for kind in KINDS}
-        row = {"ranks": f"{each['world']:,}", "strategy": strategy(each["group"])}
-        for kind, title in zip(KINDS, ("gathers", "reduce-scatters", "all-reduces"), strict=True):
-            node, net = (sent[kind].get(f"{link}_bytes", 0) for link in ("link", "network"))
-            row[f"{title}: node"], row[f"{title}: network"] = gib(node), gib(net)
-        row["collectives"] = f"{sum(s.get('collectives', 0) for s in sent.values()):,}"
-        row["padding"] = f"{each['padding'] - 1:.1%}"
-        rows.append(row)
-    return table(rows)
+    sent = {kind: cell["traffic"].get(kind, {}) for kind in KINDS}
+    row: dict[str, str] = {}
+    for kind, title in zip(KINDS, ("gathers", "reduce-scatters", "all-reduces"), strict=True):
+        node, net = (sent[kind].get(f"{link}_bytes", 0) for link in ("link", "network"))
+        row[f"{title}: node, GiB"], row[f"{title}: network, GiB"] = gib(node), gib(net)
+    row["collectives"] = str(sum(s.get("collectives", 0) for s in sent.values()))
+    row["padding"] = f"{cell['padding'] - 1:.1%}"
+    return row
 
 
-def time_table(cells: Iterable[Cell]) -> str:
-    """Step, exposed communication and MFU on each GPU."""
-    rows = []
-    for each in cells:
-        row = {"ranks": f"{each['world']:,}", "strategy": strategy(each["group"])}
-        for name in HARDWARE:
-            took = each["times"][name]
-            step, exposed = took["step_seconds"], took["exposed_seconds"]
-            known = fits(each, name)
-            row |= {
-                f"{name}: step, ms": f"{1e3 * step:,.0f}" if known else "-",
-                f"{name}: exposed, ms": f"{1e3 * exposed:,.0f}" if known else "-",
-                f"{name}: exposed": f"{exposed / step:.1%}" if known else "-",
-                f"{name}: MFU": f"{took['mfu']:.1%}" if known else "-",
-            }
-        rows.append(row)
-    return table(rows)
+def times(cell: Cell) -> dict[str, str]:
+    """Step, exposed communication and MFU on each GPU that it fits on."""
+    row: dict[str, str] = {}
+    for name in HARDWARE:
+        took = cell["times"][name]
+        step, exposed = took["step_seconds"], took["exposed_seconds"]
+        known = fits(cell, name)
+        row |= {
+            f"{name}: step, ms": f"{1e3 * step:.0f}" if known else "-",
+            f"{name}: exposed, ms": f"{1e3 * exposed:.0f}" if known else "-",
+            f"{name}: exposed": f"{exposed / step:.1%}" if known else "-",
+            f"{name}: MFU": f"{took['mfu']:.1%}" if known else "-",
+        }
+    return row
 
 
 def crossover_table(models: Mapping[str, list[Cell]]) -> str:

@@ -45,7 +45,7 @@ def plain(recipe: Model, model: nn.Module, setting: Setting) -> nn.Module:
     """The model as it is: every rank holds all of it and nothing is communicated."""
     if setting.checkpoint:
         for block in recipe.block_modules(model):
-            _checkpointed(model, block)
+            checkpointed(model, block)
     return model
 
 
@@ -56,7 +56,7 @@ def fsdp2(recipe: Model, model: nn.Module, setting: Setting) -> nn.Module:
     """
     options: dict[str, Any] = {"mp_policy": BF16} if setting.bf16 else {}
     for block in recipe.block_modules(model):
-        fully_shard(_checkpointed(model, block) if setting.checkpoint else block, **options)
+        fully_shard(checkpointed(model, block) if setting.checkpoint else block, **options)
     fully_shard(model, **options)
     return model
 
@@ -87,11 +87,11 @@ def ours(recipe: Model, model: nn.Module, setting: Setting, **more: Any) -> nn.M
     return fxshard.compile(model, units=[recipe.blocks], **said)
 
 
-def _checkpointed(model: nn.Module, block: nn.Module) -> nn.Module:
+def checkpointed(model: nn.Module, block: nn.Module, **options: Any) -> nn.Module:
     """Put a wrapper that checkpoints in the place of `block`."""
     (fqn,) = (fqn for fqn, module in model.named_modules() if module is block)
     parent, _, name = fqn.rpartition(".")
-    wrapped = checkpoint_wrapper(block)
+    wrapped = checkpoint_wrapper(block, **options)
     setattr(model.get_submodule(parent), name, wrapped)
     return wrapped
 
@@ -136,13 +136,16 @@ class Training:
         setting: Setting | None = None,
         *,
         model: nn.Module | None = None,
+        shard: Callable[[Model, nn.Module, Setting], nn.Module] | None = None,
     ) -> None:
         """Args:
         model: made by ``recipe.build()``; None: make it, all sides with the same weights.
+        shard: the side; None: that of `SIDES`.
         """
         torch.manual_seed(0)
         self.recipe, self.side = recipe, side
-        self.model = SIDES[side](recipe, model or recipe.build(), setting or Setting())
+        shard = shard or SIDES[side]
+        self.model = shard(recipe, model or recipe.build(), setting or Setting())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
         self.batch = recipe.batch()
 

@@ -25,7 +25,7 @@ from torch import nn
 from fxshard import verify
 from fxshard._torch import modes, trees
 from fxshard.bytesize import parse_bytes
-from fxshard.capture import normalize, shapes, trace
+from fxshard.capture import normalize, other_sizes, shapes, trace
 from fxshard.config.checked import Config, is_pass
 from fxshard.config.docs import with_options
 from fxshard.config.environment import environment
@@ -311,7 +311,7 @@ def make_program(
         device: where unsharded parameters are; None: where they are now.
         observe: called with the dump before and after each pass.
         captures: earlier captures of this model: one that serves the call is reused, as is
-            one that serves it with other sizes (see `fxshard.capture.shapes.at_sizes`).
+            one that serves it with other sizes (see `fxshard.capture.other_sizes.at_sizes`).
         symbols: sizes that the program leaves open (see `fxshard.capture.trace.capture`).
         every_tangent, tangents: see `trace.capture`.
         stems: earlier programs of this model after `STEM`, which depend on no ranks and no
@@ -441,7 +441,7 @@ def _captured(
         before: captures of calls that differ in the open sizes alone.
     """
     for program in before:
-        made = shapes.at_sizes(program, sizes)
+        made = other_sizes.at_sizes(program, sizes)
         if made is not None:
             return made
     if not symbols:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import sympy
-import torch
 from torch import fx
 
 from fxshard.capture import shapes
@@ -77,9 +76,10 @@ class OffloadActivations:
     tensor that views lead from.
 
     Attributes:
-        chosen: None: what assign-checkpoints has chosen; True: as much as the link to the CPU carries while `hardware` computes: of each
-            unit, the largest first; an integer: those that forward makes first, at most so many
-            bytes; FQNs: those that the backwards of these modules read.
+        chosen: None: what assign-checkpoints has chosen; True: as much as the link to the CPU
+            carries while `hardware` computes: of each unit, the largest first; an integer: those
+            that forward makes first, at most so many bytes; FQNs: those that the backwards of these
+            modules read.
         ahead: units.
         hardware: whose times decide where `chosen` is True.
 

@@ -9,7 +9,7 @@ import torch
 
 from fxshard._torch import trees
 from fxshard.bytesize import is_count, is_size
-from fxshard.capture.shapes import with_sizes
+from fxshard.capture.other_sizes import with_sizes
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program, input_name
 from fxshard.plans.plan import Plan, Steps, make_plan

@@ -14,7 +14,7 @@ import torch
 from fxshard._torch import trees
 from fxshard.arguments import check_flag
 from fxshard.bytesize import counts, is_size
-from fxshard.capture import shapes
+from fxshard.capture import other_sizes, shapes
 from fxshard.codegen.emit import emit, require_schedule
 from fxshard.config.checked import Config
 from fxshard.config.world_size import grid
@@ -290,7 +290,7 @@ class Plan:
         elif world is not None:
             changes["world_size"] = world
         if any(size != named[name] for name, size in sizes.items()):
-            call = shapes.with_sizes(self.workload.call, self._places(), sizes)
+            call = other_sizes.with_sizes(self.workload.call, self._places(), sizes)
             changes["args"], changes["kwargs"] = call
         if traced:
             fresh = self.workload.changed({**changes, "dynamic": None})
@@ -309,7 +309,7 @@ class Plan:
         """
         places = self._places()
         given = {other: size for other, size in sizes.items() if other in places}
-        leaves, _ = trees.tree_flatten(shapes.with_sizes(self.workload.call, places, given))
+        leaves, _ = trees.tree_flatten(other_sizes.with_sizes(self.workload.call, places, given))
         return [leaves[leaf] for leaf, _ in places[name]]
 
     def _places(self) -> domain.Symbols:

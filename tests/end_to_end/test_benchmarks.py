@@ -13,6 +13,7 @@ from benchmarks import (
     chunk_loss,
     figures,
     first_step,
+    front,
     offload_activations,
     overhead,
     page,
@@ -197,6 +198,32 @@ def test_a_failing_rank_is_told_with_its_last_words() -> None:
         alone(figures.spread, [])
 
 
+def point(name: str, time: float, size: int, compiled: bool = False) -> dict[str, Any]:
+    ours = name.startswith("fxshard")
+    return {"name": name, "ours": ours, "compiled": compiled, "time": time, "bytes": size}
+
+
+def test_a_front_is_the_fastest_as_small_and_the_smallest_as_fast() -> None:
+    points = [
+        point("FSDP2", 1.0, 100),
+        point("FSDP2, checkpointed", 1.5, 40),
+        point("FSDP2, compiled", 0.8, 80, compiled=True),
+        point("fxshard, saved", 0.9, 110),
+        point("fxshard, some", 1.0, 80),
+        point("fxshard, none", 1.2, 50),
+        point("fxshard, inductor", 0.6, 70, compiled=True),
+    ]
+    eager, full, compiled = front.beside(points)
+    assert (eager["time"], eager["time_by"]) == (1.0, "fxshard, some")
+    assert (eager["bytes"], eager["bytes_by"]) == (0.8, "fxshard, some")
+    assert (full["time"], full["bytes"], full["bytes_by"]) == (None, 1.25, "fxshard, none")
+    assert (compiled["time"], compiled["bytes"]) == (0.75, 0.875)
+    found = front.claims([{"beside": [eager, full, compiled]}])
+    assert (found["points"], found["in_front"]) == (3, 2)
+    assert found["without_a_plan"] == {"time": 1, "bytes": 0}
+    assert found["time"] == pytest.approx(0.75**0.5, abs=1e-4)
+
+
 # -- the scripts -----------------------------------------------------------------------------------
 
 
@@ -301,6 +328,17 @@ def test_offload_activations_smoke(results: Path) -> None:
     for without, _, layers in (found[i : i + 3] for i in range(0, 9, 3)):
         left = without["between_bytes"] - layers["between_bytes"]
         assert left == layers["host_peak_bytes"] > without["host_peak_bytes"] == 0
+
+
+@pytest.mark.slow
+def test_front_smoke(tmp_path: Path) -> None:
+    assert front.main(["--smoke", "--out", str(tmp_path / "front.json")]) == 0
+    found = read(tmp_path, "front")
+    (model,) = found["models"]
+    assert len(model["beside"]) == sum(not each["ours"] for each in model["points"]) == 3
+    saved, less, none = (p["bytes"] for p in model["points"] if not p["ours"])
+    assert saved > less > none > 0
+    assert front.page(found).count("\n| ") == 1 + 3
 
 
 @pytest.mark.slow

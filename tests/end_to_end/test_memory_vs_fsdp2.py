@@ -1,6 +1,7 @@
 """benchmarks/memory_vs_fsdp2.py: its rules against counts by hand, its page against its figures."""
 
 import collections
+import csv
 import dataclasses
 import functools
 import json
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks import memory_vs_fsdp2 as script
-from benchmarks.memory_vs_fsdp2 import PAGE, RESULTS, Result, case_section, gaps, run
+from benchmarks.memory_vs_fsdp2 import PAGE, RESULTS, ROWS, Result, case_rows, gaps, run
 from benchmarks.vs_fsdp2 import models
 from benchmarks.vs_fsdp2.causes import CAUSES, Comparison, explain
 from benchmarks.vs_fsdp2.models import CASES, WIDE, Case
@@ -139,13 +140,15 @@ def test_the_page_is_this_scripts(dense: Result) -> None:
     for headers in (
         script.PEAK_HEADERS,
         script.CAUSE_HEADERS,
-        script.ROW_HEADERS,
         script.ESTIMATE_HEADERS,
     ):
         assert "| " + " | ".join(headers) + " |" in text
-    for case in CASES.values():
-        assert f"\n## {case.title[0].upper()}{case.title[1:]}\n" in text
-    assert case_section(dense) in text, "run `python -m benchmarks.memory_vs_fsdp2` again"
+    with ROWS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["model"] for row in rows} == {case.title for case in CASES.values()}
+    own = [row for row in rows if row["model"] == dense.case.title]
+    again = [{k: str(v) for k, v in row.items()} for row in case_rows(dense)]
+    assert own == again, "run `python -m benchmarks.memory_vs_fsdp2` again"
     recorded = json.loads(RESULTS.read_text())
     assert list(recorded["models"]) == [*CASES, WIDE.name]
     assert recorded["date"] in text and recorded["torch"] in text

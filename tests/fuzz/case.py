@@ -415,7 +415,7 @@ def drawn_case(seed: int, processes: bool | None = None) -> Case:
             if trainable(case):
                 other = options_module.of_other_sizes(rng, case)
                 case = other if other == case or trainable(other) else case
-                return options_module.placed(rng, case)
+                return options_module.later(rng, options_module.placed(rng, case))
     raise AssertionError(f"no program for seed {seed}")
 
 

@@ -67,6 +67,11 @@ PROBABILITIES = {
     "full_precision_in_eval": 0.02,
     "sync_module_states": 0.03,
 }
+# Drawn after all else, so that a seed keeps its program and the options above.
+LATER: dict[str, tuple[float, tuple[str, ...]]] = {
+    "offload_activations": (0.1, ("True", "'1MiB'", "150", "['*']", "['**']")),
+    "ranks_may_differ": (0.04, ("True",)),
+}
 PLACEMENTS = (
     "lambda param: Shard(param.ndim - 1) if param.ndim else None",
     "lambda param: Shard(1) if param.ndim == 2 else None",
@@ -160,3 +165,9 @@ def placed(rng: random.Random, case: Case) -> Case:
         return case
     chosen = rng.choice(PLACEMENTS)
     return dataclasses.replace(case, options=(*case.options, ("shard_placement_fn", chosen)))
+
+
+def later(rng: random.Random, case: Case) -> Case:
+    """`case` with the options of `LATER` that are drawn."""
+    added = [(name, rng.choice(values)) for name, (p, values) in LATER.items() if rng.random() < p]
+    return dataclasses.replace(case, options=(*case.options, *added))
