@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     recipe, world, sizes = ON_GPU["llama-8b"], 64, [int(gib * 2**30) for gib in GIB]
     if given.smoke:
         recipe = Recipe(tiny_llama, tokens(2, 64, 512), precision=None, attention="default")
-        world, sizes = 8, [3 * 2**20]
+        world, sizes = 8, [3 * 2**19]
     plan = planned(recipe, world).replan(chunk_loss=True, checkpoint=None)
     rows: list[dict[str, Any]] = []
     for size in sizes:
