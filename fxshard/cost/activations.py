@@ -382,7 +382,8 @@ class _Problem:
                 tuple(name[id(copy)] for copy in self._copies(node)),
                 self._state(node),
                 at.get(self._predecessor(node)),
-                self.skipped.get(node, ()) and tuple(map(at.get, self.skipped[node])),
+                tuple(at.get(reader) for reader in self.skipped.get(node, ())),
+                node in self.skipped,
             )
             for node in operators
         )
@@ -435,7 +436,7 @@ class _Problem:
             if self._state(node):
                 state = self._column(0.0, self._state(node), most)
                 before = self._predecessor(node)
-                row = {recomputed: 1, state: -1}
+                row: dict[int, float] = {recomputed: 1, state: -1}
                 if before in self.of_operator:
                     row[self.of_operator[before]] = -1
                 self.rows.append((row, -np.inf, 0))
@@ -545,7 +546,7 @@ class _Problem:
         """An operator can be recomputed as often as what it reads is there."""
         saved = self.of_value[id(value)]
         scale = 1 if self._is_own(value, number) else most
-        row = {recomputed: 1, saved: -scale}
+        row: dict[int, float] = {recomputed: 1, saved: -scale}
         if recomputable:
             row[self.of_operator[value.maker]] = -1
         self.rows.append((row, -np.inf, 0))
