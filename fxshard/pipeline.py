@@ -124,12 +124,14 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
     """
     config = Config.from_options(options) if config is None else config.changed(options)
     offloads: Any = config.offload_activations
+    chosen = config.chooses_offloads
+    offloads = offloads if chosen is False else None  # those that assign-checkpoints marks
     chunks: list[Pass] = [CutRows(), ChunkLoss(config.chunk_loss)] if config.chunk_loss else []
     return [
         Canonicalize(),
         *chunks,
         AssignUnits(),
-        AssignCheckpoints(),
+        AssignCheckpoints(offload=chosen),
         Checkpoint(),
         *([JoinRanks()] if config.ranks_may_differ else []),
         Bucket(
@@ -145,7 +147,7 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         *([InsertStep()] if config.optimizer_in_backward else []),
         *([AsyncTensorParallel()] if config.async_tensor_parallel else []),
         LaunchCollectives(),
-        *([] if offloads is None else [OffloadActivations(offloads)]),
+        *([OffloadActivations(offloads)] if offloads or chosen is not False else []),
         *([] if config.backend == "inductor" else [Reinplace()]),  # Inductor reuses by itself
         InsertFree(),
         AnnotateStreams(),
@@ -364,7 +366,7 @@ def make_program(
     first = stem_of(passes)
     if stems is not None and first:
         named = tuple((fqn, repr(policy)) for fqn, policy in checkpoints.items())
-        stem = key, sizes, tuple(unit.fqns for unit in units), named, repr(config.chunk_loss)
+        stem = key, sizes, tuple(unit.fqns for unit in units), named, repr(first)
         if stem not in stems:  # kept now that no pass has refused it
             stems[stem] = rewritten(start, first, observe)
         captured, passes = stems[stem], passes[len(first) :]

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fxshard._torch.traced_collectives import WAIT
 from fxshard.cost.activations import Seconds, choose
-from fxshard.cost.hardware import PRESETS
+from fxshard.cost.hardware import PRESETS, Hardware
+from fxshard.cost.leaving import LEAST_BYTES
 from fxshard.cost.operators import node_seconds
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
@@ -53,7 +54,14 @@ def on_h100(node: fx.Node) -> float:
 class AssignCheckpoints:
     """Each call of a module that ``checkpoint`` names is one checkpoint; the model's own stay.
 
-    With a number of bytes in place of policies, `fxshard.cost.activations` chooses what they save.
+    With a number of bytes in place of policies, `fxshard.cost.activations` chooses what they save,
+    and what of all that is saved is offloaded.
+
+    Attributes:
+        seconds: of one operator.
+        offload: whether anything may be offloaded; None: on an accelerator.
+        hardware: whose link to the CPU carries it.
+        least_bytes: of a tensor that is offloaded.
 
     Before::
 
@@ -68,7 +76,10 @@ class AssignCheckpoints:
         %dh = aten.tanh_backward(%dy, %y)      | checkpoint=0
     """
 
-    seconds: Seconds = on_h100  # of one operator, for a number of bytes
+    seconds: Seconds = on_h100
+    offload: bool | None = None
+    hardware: Hardware = PRESETS["h100"]
+    least_bytes: int = LEAST_BYTES
 
     name: ClassVar[str] = "assign-checkpoints"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_ASSIGNED})
@@ -80,9 +91,14 @@ class AssignCheckpoints:
         save_what_must_be(program)
         budget = next((p for p in program.checkpoints.values() if isinstance(p, int)), None)
         if budget is not None and program.signature.training:
-            for node in choose(program, budget, self.seconds):
+            may_leave = program.device.type != "cpu" if self.offload is None else self.offload
+            link = self.hardware if may_leave else None
+            found = choose(program, budget, self.seconds, link, self.least_bytes)
+            for node in found.saved:
                 tags.update(node, save=True)
             save_waits(program)
+            for node in found.offloaded:
+                tags.update(node, offload=True)
 
 
 def assign(program: Program) -> None:

@@ -173,7 +173,12 @@ def copy_before(
                 f"saved: assign-checkpoints has not run."
             )
         tag = tags.changed(
-            tags.get(node), phase="backward", checkpoint=number, recomputed=True, save=False
+            tags.get(node),
+            phase="backward",
+            checkpoint=number,
+            recomputed=True,
+            save=False,
+            offload=False,
         )
         device = generator_of(node)
         if device is not None:
@@ -182,7 +187,7 @@ def copy_before(
                     ends[device] = (get_state(program, device, tag, f"{node.name}_now"), tag)
             if device not in last or last[device] is not previous[node]:
                 with graph.inserting_before(node):
-                    own = tags.changed(tags.get(node), save=False)
+                    own = tags.changed(tags.get(node), save=False, offload=False)
                     state = get_state(program, device, own, f"{node.name}_state")
                 with graph.inserting_before(before):
                     set_state(program, state, device, tag)
@@ -236,7 +241,7 @@ def unwritten(program: Program, node: fx.Node) -> fx.Node:
     name = f"{node.name}_before"
     with program.graph.inserting_before(first):
         copy = program.graph.create_node("call_function", aten.clone.default, (node,), name=name)
-    tag = tags.changed(tags.get(first), checkpoint=None, save=False, call=None)
+    tag = tags.changed(tags.get(first), checkpoint=None, save=False, offload=False, call=None)
     return tags.put(copy, tag, program.refake(copy))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import operator
@@ -10,19 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import sympy
-import torch
 from torch import fx
 
-from fxshard.capture import rng, shapes
-from fxshard.cost import operators
+from fxshard.capture import shapes
+from fxshard.cost import leaving
 from fxshard.cost.hardware import Hardware, hardware_of
+from fxshard.cost.leaving import LEAST_BYTES, Runs
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.domain import LAYOUT, OPEN
 from fxshard.ir.names import is_under
 from fxshard.ir.program import Fact, Program
-from fxshard.verify import walk
-
-LEAST_BYTES = 2**20  # smaller tensors are not worth a copy, unless they are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +33,7 @@ class Saved:
         last: place, in forward, of the last operator that touches it.
         first: place, in backward, of the first one.
         modules: FQNs of those whose backward reads it.
+        marked: assign-checkpoints has chosen it.
     """
 
     base: fx.Node
@@ -45,6 +42,7 @@ class Saved:
     last: int
     first: int
     modules: frozenset[str]
+    marked: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +76,10 @@ class OffloadActivations:
     tensor that views lead from.
 
     Attributes:
-        chosen: True: as much as the link to the CPU carries while `hardware` computes: of each
-            unit, the largest first; an integer: those that forward makes first, at most so many
-            bytes; FQNs: those that the backwards of these modules read.
+        chosen: None: what assign-checkpoints has chosen; True: as much as the link to the CPU
+            carries while `hardware` computes: of each unit, the largest first; an integer: those
+            that forward makes first, at most so many bytes; FQNs: those that the backwards of these
+            modules read.
         ahead: units.
         hardware: whose times decide where `chosen` is True.
 
@@ -111,7 +110,7 @@ class OffloadActivations:
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNSHARD_PAIRED})
     ensures: ClassVar[frozenset[Fact]] = frozenset({Fact.OFFLOADED})
 
-    chosen: bool | int | tuple[str, ...] = True
+    chosen: bool | int | tuple[str, ...] | None = True
     ahead: int = 1
     hardware: str | Hardware = "h100"
 
@@ -129,6 +128,8 @@ class OffloadActivations:
                 program.graph.erase_node(node)
 
     def _chosen(self, found: list[Saved], forward: Runs, backward: Runs) -> list[Saved]:
+        if self.chosen is None:
+            return [each for each in found if each.marked]
         if self.chosen is True:
             hardware = hardware_of(self.hardware)
             return list(while_it_computes(found, forward, backward, hardware, self.ahead))
@@ -139,124 +140,34 @@ class OffloadActivations:
         return [s for s in found if any(is_under(m, name) for m in s.modules for name in named)]
 
 
-class Runs:
-    """Operators of a phase, cut where another unit computes.
-
-    Attributes:
-        nodes: all of the phase, in order.
-        starts: place of the first operator of compute of each run.
-        ends: place of its last.
-    """
-
-    def __init__(self, nodes: list[fx.Node]) -> None:
-        self.nodes = nodes
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        unit: int | None = None
-        for place, node in enumerate(nodes):
-            tag = tags.get(node)
-            if tag.role != "compute":
-                continue
-            if not self.starts or tag.unit != unit:
-                self.starts.append(place)
-                self.ends.append(place)
-            self.ends[-1], unit = place, tag.unit
-
-    def of(self, place: int) -> int:
-        """The number of the run that a place is in, or of the one before it."""
-        return max(0, bisect.bisect(self.starts, place) - 1)
-
-    def seconds(self, hardware: Hardware) -> list[float]:
-        """What each run computes."""
-        found = [0.0] * len(self.starts)
-        for place, node in enumerate(self.nodes):
-            if tags.get(node).role == "compute":
-                found[self.of(place)] += operators.node_seconds(node, hardware)
-        return found
-
-
 def candidates(program: Program) -> list[Saved]:
     """The storages that may leave, in the order in which forward makes them."""
-    order = {node: place for place, node in enumerate(program.phase("forward"))}
     later = {node: place for place, node in enumerate(program.phase("backward"))}
-    stay = set().union(*map(tags.storage_ids, program.values))
-    holders: dict[int, list[fx.Node]] = {}  # storage -> what lies in it, in order
-    last: dict[int, int] = {}
     readers: dict[int, list[fx.Node]] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            stay |= tags.storage_ids(node)
-            continue
-        stay |= walk.written(node)
-        touched = tags.read_ids(node) | tags.storage_ids(node)
-        if node in order:
-            last |= dict.fromkeys(touched, order[node])
-            for storage in tags.storage_ids(node):
-                holders.setdefault(storage, []).append(node)
-        elif node in later:
-            for storage in touched & holders.keys():
-                readers.setdefault(storage, []).append(node)
+    for node in later:
+        for storage in tags.read_ids(node) | tags.storage_ids(node):
+            readers.setdefault(storage, []).append(node)
     found = []
-    for storage, inside in holders.items():
-        if storage in stay or storage not in readers:
-            continue
-        base = base_of(program, storage, inside)
-        aliases = views_of(inside, base, later) if base is not None else None
-        if base is not None and aliases:
-            size = tags.storages(base)[0].nbytes()
+    for storage, moved in leaving.movable(program).items():
+        aliases = aliases_of(moved, later) if storage in readers else None
+        if aliases:
+            size = tags.storages(moved.base)[0].nbytes()
             users = [user for alias in aliases for user in alias.users if user in later]
             modules = frozenset(tags.get(user).module for user in users)
-            places = last[storage], later[readers[storage][0]]
-            found.append(Saved(base, aliases, size, *places, modules))
+            marked = any(tags.get(node).offload for node in moved.inside)
+            places = moved.last, later[readers[storage][0]]
+            found.append(Saved(moved.base, aliases, size, *places, modules, marked))
     return found
 
 
-def base_of(program: Program, storage: int, inside: list[fx.Node]) -> fx.Node | None:
-    """The first of the tensors `inside` of a storage that is all of it; None: it cannot leave."""
-    maker = transfers.storage_maker(inside[0])
-    if maker is None or tags.get(maker).role != "compute" or maker.target is rng.get_rng_state:
-        return None
-    if any(ops.of(node).role == "transfer" for node in inside):
-        return None
-    for node in inside:
-        val = node.meta["val"]
-        if not isinstance(val, torch.Tensor) or val.device != program.device or not val.numel():
-            continue
-        if shapes.fills_storage(node) and is_dense(val):
-            return node
-    return None
-
-
-def is_dense(val: torch.Tensor) -> bool:
-    """True if the elements of a tensor lie side by side, its dimensions in any order."""
-    step = 1
-    for stride, size in sorted((st, si) for st, si in zip(val.stride(), val.shape, strict=True)):
-        if size != 1:
-            if stride != step:
-                return False
-            step *= size
-    return True
-
-
-def views_of(
-    inside: list[fx.Node], base: fx.Node, later: dict[fx.Node, int]
+def aliases_of(
+    moved: leaving.Movable, later: dict[fx.Node, int]
 ) -> dict[fx.Node, list[fx.Node]] | None:
-    """What backward reads of a storage, with the views from `base` to it; None: not by views."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in inside:
-        if not any(user in later for user in node.users):
-            continue
-        chain: list[fx.Node] = []
-        at = node
-        while at is not base:
-            if not tags.aliases_input(at) or tags.writes(at) or len(tags.storage_ids(at)) != 1:
-                return None
-            if not isinstance(at.meta["val"], torch.Tensor) or len(at.all_input_nodes) != 1:
-                return None
-            chain.append(at)
-            at = at.all_input_nodes[0]
-        found[node] = chain[::-1]
-    return found
+    """What backward reads of a storage, with the views from its base to it; None: not by views."""
+    read = [node for node in moved.inside if any(user in later for user in node.users)]
+    chains = {node: leaving.views_from(moved.base, node) for node in read}
+    found = {node: chain for node, chain in chains.items() if chain is not None}
+    return found if len(found) == len(chains) else None
 
 
 def grouped(chosen: Iterable[Saved], forward: Runs, backward: Runs) -> list[Group]:
@@ -264,7 +175,7 @@ def grouped(chosen: Iterable[Saved], forward: Runs, backward: Runs) -> list[Grou
     found: dict[tuple[int, int], list[Saved]] = {}
     for each in chosen:
         key = forward.of(each.last), backward.of(each.first)
-        if key != (len(forward.starts) - 1, 0):  # else nothing computes while they are away
+        if not leaving.stays(key, forward):
             found.setdefault(key, []).append(each)
     return [Group(*key, tuple(found[key])) for key in sorted(found)]
 
@@ -272,34 +183,16 @@ def grouped(chosen: Iterable[Saved], forward: Runs, backward: Runs) -> list[Grou
 def while_it_computes(
     found: list[Saved], forward: Runs, backward: Runs, hardware: Hardware, ahead: int
 ) -> Iterator[Saved]:
-    """Those for whose copies neither phase has to wait, by the estimated times.
-
-    Between two units whose activations leave, and between the launch of a copy back and the wait
-    for it, there is time for so many bytes; the largest are taken first.
-    """
+    """Those for whose copies neither phase has to wait, by the estimated times: the largest."""
     groups = grouped((s for s in found if s.bytes >= LEAST_BYTES), forward, backward)
-    there, back = forward.seconds(hardware), backward.seconds(hardware)
-    waits = sorted({group.returns for group in groups})
-    left: dict[int, float] = {}  # run of forward -> bytes that may leave after it
-    ends = [*sorted({group.leaves for group in groups}), len(there) - 1]
-    for run, following in itertools.pairwise(ends):
-        left[run] = carried(sum(there[run + 1 : following + 1]), hardware)
-    arrive: dict[int, float] = {}  # run of backward -> bytes that may be there before it
-    for at, run in enumerate(waits):
-        start = waits[at - ahead] if at >= ahead else 0
-        share = sum(back[start:run]) / max(1, ahead)  # the copies of others are on the way too
-        arrive[run] = carried(share, hardware)
+    ways = [(group.leaves, group.returns) for group in groups]
+    left, arrive = leaving.rooms(ways, forward, backward, hardware, ahead)
     for group in groups:
         for each in sorted(group.saved, key=lambda saved: -saved.bytes):
             if each.bytes <= min(left[group.leaves], arrive[group.returns]):
                 left[group.leaves] -= each.bytes
                 arrive[group.returns] -= each.bytes
                 yield each
-
-
-def carried(seconds: float, hardware: Hardware) -> float:
-    """Bytes that one copy to the CPU moves in some time."""
-    return max(0.0, seconds - hardware.host.alpha) * hardware.host.beta
 
 
 def leave(
@@ -465,6 +358,7 @@ def view_of(program: Program, view: fx.Node, source: fx.Node, reader: fx.Node) -
         copy = graph.node_copy(view, lambda node: source)
     copy.meta = {}
     tag = tags.changed(tags.get(view), phase="backward", module=mine.module, unit=mine.unit)
-    tags.put(copy, tags.changed(tag, checkpoint=None, save=False), program.refake(copy))
+    tag = tags.changed(tag, checkpoint=None, save=False, offload=False)
+    tags.put(copy, tag, program.refake(copy))
     shapes.take_along(view, copy)
     return copy

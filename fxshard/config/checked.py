@@ -299,7 +299,6 @@ class Config:
     def _check_offload_activations(self) -> None:
         chosen: Any = self.offload_activations
         if chosen is None or isinstance(chosen, bool):
-            object.__setattr__(self, "offload_activations", chosen or None)
             return
         if is_size(chosen):
             if parse_bytes(chosen) < 1:
@@ -321,6 +320,17 @@ class Config:
                 f"offload_activations={chosen!r}: expected True, bytes such as '8GiB', or a list "
                 f"of module classes and FQN globs.{one}"
             )
+
+    @property
+    def chooses_offloads(self) -> bool | None:
+        """True if bytes of ``checkpoint`` choose what is offloaded too; None: on an accelerator."""
+        if type(self.checkpoint) is not int or self.offload_activations not in (None, True):
+            return False
+        if self.pipeline_stage or self.async_tensor_parallel:
+            return False
+        if self.offload is not None and not self.offload_activations:
+            return False  # the link is busy with parameters and gradients
+        return True if self.offload_activations or self.device is not None else None
 
     @property
     def opens_sizes(self) -> bool:

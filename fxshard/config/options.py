@@ -131,7 +131,8 @@ class Options(TypedDict, total=False):
     its inputs are saved, the rest is recomputed in backward; ``"selective"``: what matrix
     multiplications, convolutions and attention return is saved too; bytes, or text such as "2GiB":
     what each unit saves is chosen so that activations which live from forward to backward are at
-    most that on a rank, and the least is recomputed (see `fxshard.cost.activations`); or a policy
+    most that on the device of a rank, and the step is fastest: the rest is recomputed or, on
+    accelerators, offloaded (see `offload_activations`, `fxshard.cost.activations`); or a policy
     as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, ``(ctx, op, *args,
     **kwargs) -> CheckpointPolicy``. Or a dict from module classes or FQN globs to such values,
     without bytes: what its keys name is checkpointed.
@@ -145,8 +146,10 @@ class Options(TypedDict, total=False):
     offload_activations: bool | int | str | Sequence[UnitName] | None
     """Saved activations that are copied to pinned memory of the CPU after their last use in
     forward, and back before backward needs them, on streams of their own (see
-    `fxshard.passes.offload_activations` and docs/offload-activations.md). None, False: none. True:
-    of each unit as many as are copied while others compute, by the times of an H100. Bytes, or text
+    `fxshard.passes.offload_activations` and docs/offload-activations.md). None: none, unless bytes
+    of `checkpoint` choose some, on accelerators. False: none. True: of each unit as many as are
+    copied while others compute, by the times of an H100; with bytes of `checkpoint`, those that
+    make the step fastest, beside what is recomputed. Bytes, or text
     such as "8GiB": at most so many of a call, those that forward makes first; each size of a batch
     then gets a program of its own. Or a list of module classes or FQN globs: what their backwards
     read. Beside `checkpoint`, those are the inputs of what is checkpointed.

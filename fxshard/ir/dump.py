@@ -164,6 +164,8 @@ def _tag(tag: tags.Meta) -> str:
         parts.append(f"checkpoint={tag.checkpoint}")
     if tag.save:
         parts.append("save")
+    if tag.offload:
+        parts.append("offload")
     return " ".join(parts)
 
 

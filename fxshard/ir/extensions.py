@@ -369,8 +369,9 @@ def extension_of(fqn: str, tensor: Tensor, module: nn.Module) -> Extension | Non
         has = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(names, inner, strict=True))
         raise UnitError(
             f"{name} {list(held.shape)} {held.dtype} around {has}: fxshard shards one plain tensor "
-            f"of the parameter's own shape and dtype. Let {PRE} make what else is to be sent, or "
-            f"use torch.distributed.fsdp.fully_shard."
+            f"of the parameter's own shape and dtype. Let {PRE} make what else is to be sent; take "
+            f"frozen weights apart (fxshard.integrations.quantized.packed(model)); or use "
+            f"torch.distributed.fsdp.fully_shard."
         )
     made = Extension(fqn, type(held), names[0], context, tuple(tensor.shape), tensor.dtype, module)
     return made
@@ -379,6 +380,18 @@ def extension_of(fqn: str, tensor: Tensor, module: nn.Module) -> Extension | Non
 def has_extension(tensor: Tensor) -> bool:
     """True if the class of a tensor has one of the two functions."""
     return hasattr(type(tensor), PRE) or hasattr(type(tensor), POST)
+
+
+def drop_computed_scale(held: Any) -> None:
+    """Take the scale off a weight that torchao has computed for its next all-gather.
+
+    ``precompute_float8_dynamic_scale_for_fsdp`` puts it there. In a program each all-gather
+    computes it, of the same numbers, as does a model in one process, where that function does
+    nothing. A scale that is older than the weight counts for neither.
+    (torchao/float8/fsdp_utils.py, ``WeightWithDynamicFloat8CastTensor``)
+    """
+    if type(held).__module__ == "torchao.float8.fsdp_utils":
+        held._precomputed_scale = None
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

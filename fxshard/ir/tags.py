@@ -69,6 +69,7 @@ class Meta:
             outermost, if they are nested); a backward node has that of its forward.
         inner: of a placeholder of a parameter, the name of the tensor inside of it.
         save: the policy of that checkpoint keeps the value for backward.
+        offload: what saves it, on the CPU (see `fxshard.cost.activations`).
         recomputed: the node recomputes, in backward, a value of a checkpoint.
         call: index into `Program.calls`: the call of the module that it runs in.
         line: the line of user code that it comes from, ``path:line in function``; "" if unknown.
@@ -85,6 +86,7 @@ class Meta:
     waits: tuple[str, ...] = ()
     checkpoint: int | None = None
     save: bool = False
+    offload: bool = False
     recomputed: bool = False
     call: int | None = None
     line: str = ""

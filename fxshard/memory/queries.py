@@ -55,6 +55,7 @@ class Kept:
         bytes: its size.
         checkpointed: it was made inside of an activation checkpoint.
         why: why it is alive all the same.
+        on_cpu: it is on the CPU by then.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Kept:
     bytes: int
     checkpointed: bool
     why: str
+    on_cpu: bool = False
 
 
 def unsharded(ledger: Ledger, units: Sequence[Unit]) -> list[Unsharded]:
@@ -118,7 +120,7 @@ def _bytes_at(ranges: Iterable[LiveRange], tick: int) -> int:
 def kept_for_backward(ledger: Ledger, program: Program, number: int) -> list[Kept]:
     """Every activation alive when forward of micro-batch `number` is over, and why, largest first.
 
-    They add up to the root's activations After Post-Forward.
+    Those on the device add up to the root's activations After Post-Forward.
 
     Args:
         ledger: of the step.
@@ -142,7 +144,7 @@ def kept_for_backward(ledger: Ledger, program: Program, number: int) -> list[Kep
             same = {n: None for storage in tags.storage_ids(maker) for n in aliases[storage]}
             inside = tags.get(maker).checkpoint is not None
             why = _why(maker, same, outputs)
-            found.append(Kept(each.name, each.op, each.module, each.bytes, inside, why))
+            found.append(Kept(each.name, each.op, each.module, each.bytes, inside, why, each.host))
     return sorted(found, key=lambda kept: kept.bytes, reverse=True)
 
 

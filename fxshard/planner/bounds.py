@@ -6,7 +6,9 @@ add to it, and remove nothing. So in every plan with this trace, checkpoint poli
 
 - the step takes no less than the stem's operators one after the other (`fxshard.cost.operators`);
 - between forward and backward its saved values are alive, with this rank's parameters and optimizer
-  states; at the end of backward its gradients are, with both.
+  states; at the end of backward its gradients are, with both. With ``offload_activations=True``
+  those values are alive that may not leave, or that the link to the CPU does not carry while
+  forward computes.
 
 tests/planner/test_tune.py compares both with plans.
 """
@@ -28,7 +30,7 @@ from fxshard.capture import shapes
 from fxshard.config.checked import Config
 from fxshard.config.precision import Precision
 from fxshard.config.world_size import grid
-from fxshard.cost import operators
+from fxshard.cost import leaving, operators
 from fxshard.cost.activations import from_parameter
 from fxshard.cost.hardware import Hardware
 from fxshard.errors import FxshardError
@@ -47,7 +49,7 @@ from fxshard.plans.plan import Plan
 FREE = {
     *("strategy", "reshard_after_forward", "world_size", "mixed_precision", "checkpoint"),
     *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward", "offload"),
-    *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes"),
+    *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes", "offload_activations"),
 }
 
 
@@ -69,6 +71,8 @@ class Stem:
         symbols: of the open sizes, by name.
         sizes: what those are in the stem's own call.
         batched: names of those that are first dimensions of inputs.
+        staying: of `saved`, what may not leave with ``offload_activations=True``.
+        carried: bytes that leave at most, of the stem's own call.
         reread_bytes: of the unsharded parameters that backward reads, except the root's. Without
             resharding they are held between the phases.
     """
@@ -79,6 +83,8 @@ class Stem:
     symbols: Mapping[str, sympy.Symbol]
     sizes: Mapping[str, int]
     batched: frozenset[str]
+    staying: tuple[tuple[int, sympy.Basic | None], ...]
+    carried: int
     reread_bytes: int
 
     @classmethod
@@ -99,13 +105,17 @@ class Stem:
         for node in computes:
             if executed := operators.executed_flops(node):
                 parts[operators.operand_dtype(node), _grows(node, batch)] += executed
+        first, saved, may_leave = set(program.phase("forward")), _saved(program), _leaving(program)
+        forward = sum(operators.node_seconds(n, hardware) for n in computes if n in first)
         return cls(
             sum(operators.node_seconds(node, hardware) for node in computes),
             dict(parts),
-            tuple(_saved(program)),
+            tuple(saved.values()),
             symbols,
             {} if domain is None else {n: size_at(domain.example, places[n][0]) for n in symbols},
             batched,
+            tuple(each for storage, each in saved.items() if storage not in may_leave),
+            int(forward * hardware.host.beta),
             _reread_bytes(program),
         )
 
@@ -123,16 +133,37 @@ class Stem:
         """Bytes that are saved for backward, in the stem's own call."""
         return sum(size for size, _ in self.saved)
 
-    def saved_of_batch(self, batch: int) -> int:
-        """Bytes that are saved for backward with another batch, at least."""
-        sizes = {**self.sizes, **dict.fromkeys(self.batched, batch)}
-        return self.saved_bytes(sizes) if self.batched else 0
+    def kept_bytes(self, batch: int | None, hides_copies: bool) -> int:
+        """Bytes that are on the device from forward to backward, at least.
 
-    def saved_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Bytes that are saved for backward, with other sizes of the inputs, by their names."""
+        Args:
+            batch: another one than that of the stem's own call, or None.
+            hides_copies: what the link carries leaves.
+        """
+        if batch is None:
+            stays = sum(size for size, _ in self.staying)
+            left = max(self.saved_now - self.carried, stays)
+            return left if hides_copies else self.saved_now
+        sizes = {**self.sizes, **dict.fromkeys(self.batched, batch)}
+        if not self.batched:
+            return 0
+        return self.saved_bytes(sizes, self.staying if hides_copies else None)
+
+    def saved_bytes(
+        self,
+        sizes: Mapping[str, int],
+        saved: tuple[tuple[int, sympy.Basic | None], ...] | None = None,
+    ) -> int:
+        """Bytes that are saved for backward, with other sizes of the inputs, by their names.
+
+        Args:
+            sizes: of all open ones.
+            saved: some of those that are saved; None: all.
+        """
+        saved = self.saved if saved is None else saved
         values = {self.symbols[name]: sympy.Integer(size) for name, size in sizes.items()}
-        counted = collections.Counter(each for _, each in self.saved if each is not None)
-        fixed = sum(size for size, each in self.saved if each is None)
+        counted = collections.Counter(each for _, each in saved if each is not None)
+        fixed = sum(size for size, each in saved if each is None)
         return fixed + sum(n * int(each.xreplace(values)) for each, n in counted.items())
 
 
@@ -141,7 +172,21 @@ def flop_seconds(by_dtype: Mapping[torch.dtype, float], hardware: Hardware) -> f
     return sum(n / (hardware.rate(d) * hardware.achievable) for d, n in by_dtype.items())
 
 
-def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
+def _leaving(program: Program) -> set[int]:
+    """Storages that may be on the CPU from forward to backward."""
+    forward, backward = (leaving.Runs(program.phase(p)) for p in ("forward", "backward"))
+    first: dict[int, int] = {}
+    for place, node in enumerate(backward.nodes):
+        for storage in tags.read_ids(node):
+            first.setdefault(storage, backward.of(place))
+    return {
+        storage
+        for storage, moved in leaving.movable(program).items()
+        if storage in first and not leaving.stays((forward.of(moved.last), first[storage]), forward)
+    }
+
+
+def _saved(program: Program) -> dict[int, tuple[int, sympy.Basic | None]]:
     """Bytes of each storage that forward makes and backward reads, except views of parameters."""
     found: dict[int, tuple[int, sympy.Basic | None]] = {}
     held = {
@@ -149,6 +194,8 @@ def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
         for node in program.graph.find_nodes(op="placeholder")
         for storage in tags.storage_ids(node)
     }
+    for node in program.phase("forward"):
+        held |= tags.storage_ids(node) if tags.get(node).offload else set()  # on the CPU
     for node in program.phase("forward"):
         if from_parameter(node) or not any(_is_backward(user) for user in node.users):
             continue
@@ -158,7 +205,7 @@ def _saved(program: Program) -> list[tuple[int, sympy.Basic | None]]:
                 expression = getattr(place, "nbytes", None)
                 is_open = expression is not None and expression.free_symbols
                 found[id(storage)] = storage.nbytes(), expression if is_open else None
-    return list(found.values())
+    return found
 
 
 def _grows(node: fx.Node, batch: set[sympy.Symbol]) -> bool | None:
@@ -320,7 +367,8 @@ class Bounds:
             each.why = f"refused: {first_line(stem)}"
             return
         each.least_seconds = max(each.least_seconds, self._per_sample(each, stem.seconds))
-        each.least_bytes = max(each.least_bytes, self._least_bytes(each, stem, stem.saved_now))
+        saved = stem.kept_bytes(None, _hides_copies(each.config))
+        each.least_bytes = max(each.least_bytes, self._least_bytes(each, stem, saved))
 
     def _bound_by_open_stem(self, each: Trial) -> None:
         """Its FLOPs, and what it saves at the candidate's batch."""
@@ -332,7 +380,8 @@ class Bounds:
             return
         flops = stem.flops((batch or 1) / (opened or 1))
         each.least_seconds = self._per_sample(each, flop_seconds(flops, self._hardware))
-        saved = stem.saved_now if batch == opened else stem.saved_of_batch(batch or 1)
+        own = batch == opened
+        saved = stem.kept_bytes(None if own else batch or 1, _hides_copies(each.config))
         each.least_bytes = self._least_bytes(each, stem, saved)
 
     def _by_dtype(self, each: Trial) -> float:
@@ -375,6 +424,8 @@ class Bounds:
             given = self._batches.workload.config.given
             if config.checkpoint is not None or "checkpoint" in given:
                 changes["checkpoint"] = config.checkpoint
+            if type(config.checkpoint) is int:  # which chooses what is offloaded too
+                changes["offload_activations"] = config.offload_activations
             try:
                 plan = self._stem_plan(changes, batch)
                 self._stems[key] = Stem.of(plan.program, self._hardware)
@@ -387,15 +438,21 @@ class Bounds:
         return self._batches.plan(batch, {**self._sharding, **changes, "passes": stem_passes})
 
     def _key(self, config: Config, batch: int | None) -> tuple[str, str, int | None]:
-        return traced(config.mixed_precision), repr(config.checkpoint), batch
+        chosen = repr((config.checkpoint, config.chooses_offloads))
+        return traced(config.mixed_precision), chosen, batch
 
 
 def _is_bounded(each: Trial) -> bool:
     """True if the bounds are about plans with its options."""
     config = each.config
     free = FREE.issuperset(each.candidate.changes) and config.backend == "eager"
-    whole = not config.chunk_loss and config.offload_activations is None
+    whole = not config.chunk_loss and config.offload_activations in (None, False, True)
     return not each.why and config.passes is None and free and whole
+
+
+def _hides_copies(config: Config) -> bool:
+    """True if activations leave that no stem knows of: as many as the link carries."""
+    return config.offload_activations is True and config.chooses_offloads is False
 
 
 def traced(policy: Any) -> str:

@@ -2,25 +2,31 @@
 
 Searched are those of these options that the user has left at their defaults: resharding after
 forward, prefetch, activation checkpointing, and offload, which is tried last and only on
-accelerators. Times are those of `fxshard.cost.timeline` on an H100, whatever the device: for a
-model on the CPU only their order counts. Every setting that is tried is planned in full, from the
-first capture.
+accelerators. There, bytes of checkpoints choose what is offloaded too, unless the user forbids it
+(`fxshard.cost.activations`). Times are those of `fxshard.cost.timeline` on an H100, whatever the
+device: for a model on the CPU only their order counts. Every setting that is tried is planned in
+full, from the first capture.
 
 Note: what is not tried
 =======================
 Without checkpoints each resharding and prefetch is planned, less prefetch only if more does not
 fit. A setting that does not fit is planned with budgets of saved activations, unless it is slower
-without them than one that fits already. A smaller budget lowers the bytes at any point of the step
-by at most what is no longer saved. So after a plan that needs too much, the next budget is what it
-saves less the excess, until that is below the least that can be saved. Recomputed values need
-memory too, so this is no proof: if nothing fits, the setting with the lowest peak is tried with
-budgets in equal steps, and with "full" and "selective". If only CUDA's allocator finds no room,
-budgets go down in equal steps, and then by bisection.
+without them than one that fits already, or no faster and no smaller than another one. A smaller
+budget lowers the bytes at any point of the step by at most what is no longer saved. So after a plan
+that needs too much, the next budget is what it saves less the excess, until that is below the least
+that can be saved. Recomputed values need memory too, so this is no proof: if nothing fits, the
+setting with the lowest peak is tried with budgets in equal steps, and with "full" and "selective".
+If only CUDA's allocator finds no room, budgets go down in equal steps, and then by bisection.
+
+Where activations may be offloaded, budgets that choose both are tried first. If what they find is
+slower than the setting without checkpoints, so are budgets that only recompute, and offloading
+alone: the result is never worse than either.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from torch import nn
@@ -41,7 +47,7 @@ from fxshard.runtime.world.in_process import InProcessWorld
 log: logging.Logger = logging.getLogger("fxshard")
 
 HARDWARE = "h100"
-FREE = ("strategy", RESHARD, *PREFETCH, "checkpoint", "offload")
+FREE = ("strategy", RESHARD, *PREFETCH, "checkpoint", "offload", "offload_activations")
 STEPS = 8  # of budgets of activations where none can be computed; then as many parts of a step
 ENOUGH = 1.01  # times the compute time alone: a setting that is as fast ends the search
 
@@ -93,8 +99,10 @@ class _Fastest:
         )
         self.most_saved = self.least_saved = saved_bytes(plan)
         self.checkpoints = len(plan.units) > 1 and "checkpoint" not in self.given
+        self.offloads = self._may_offload()
+        self.least: dict[bool, int] = {}  # by whether a budget is of recomputation alone
         if self.checkpoints:
-            self.least_saved = _least_saved(plan)
+            self.least_saved = self._least_saved({})
 
     def run(self) -> Plan:
         for offload in self._offloads():
@@ -122,10 +130,18 @@ class _Fastest:
         return self.search.ask(Candidate(changes))
 
     def _offloads(self) -> list[Choice]:
-        device = self.plan.config.device or self.plan.program.device.type
-        if "offload" in self.given or device == "cpu":
+        if "offload" in self.given or not self._on_accelerator():
             return [{}]
         return [{}, {"offload": CPUOffloadPolicy()}]
+
+    def _on_accelerator(self) -> bool:
+        return (self.plan.config.device or self.plan.program.device.type) != "cpu"
+
+    def _may_offload(self) -> bool:
+        """True if activations are offloaded where that is the fastest, without being asked for."""
+        free = self.plan.config.offload_activations is None
+        chosen = self.plan.config.changed({"checkpoint": 0}).chooses_offloads
+        return free and (chosen or (chosen is None and self._on_accelerator()))
 
     def _try_all(self, offload: Choice) -> None:
         """Every schedule, then checkpoints with those that do not fit."""
@@ -134,14 +150,16 @@ class _Fastest:
             self._ask(settings[0])
             return
         failed = self._without_checkpoints(settings)
-        if not failed or not self.checkpoints:
+        if not failed or not (self.checkpoints or self.offloads):
             return
-        alike = {(each.seconds, each.peak_bytes): each for each in reversed(failed)}
-        for _, each in sorted(alike.items(), key=lambda pair: pair[0]):
-            best = self.search.best
+        least = math.inf  # the peak of those before
+        for each in sorted(failed, key=lambda each: (each.seconds, each.peak_bytes)):
+            if (each.peak_bytes or 0) >= least:
+                continue  # no faster, and no smaller
+            least, best = each.peak_bytes or 0, self.search.best
             if best is None or (each.seconds or 0.0) < (best.seconds or 0.0):
-                self._with_checkpoints(each)
-        if self.search.best is None:
+                self._relieved(each)
+        if self.search.best is None and self.checkpoints:
             self._try_all_budgets(min(failed, key=lambda each: each.peak_bytes or 0))
 
     def _can_be_made(self, offload: Choice) -> bool:
@@ -163,14 +181,35 @@ class _Fastest:
                     break
         return [each for each in tried if not each.fits and each.peak_bytes is not None]
 
-    def _with_checkpoints(self, plain: Tried) -> None:
-        """The largest budget of saved activations with which one setting fits: see the note."""
-        least, failed = self.least_saved, [plain]
+    def _leaves(self, changes: Choice) -> bool:
+        return self.offloads and changes.get("offload") is None
+
+    def _relieved(self, plain: Tried) -> None:
+        """One setting with less that is saved on the device."""
+        leaves, alone = self._leaves(plain.changes), {"offload_activations": False}
+        if self.checkpoints:
+            self._with_checkpoints(plain, {} if leaves or not self.offloads else alone)
+        best = self.search.best
+        if not leaves:
+            return
+        if best is None or (plain.seconds or 0.0) < (best.seconds or 0.0):
+            self._ask({**plain.changes, "offload_activations": True})
+            if self.checkpoints:
+                self._with_checkpoints(plain, alone)
+
+    def _with_checkpoints(self, plain: Tried, alone: Choice) -> None:
+        """The largest budget of saved activations with which one setting fits: see the note.
+
+        Args:
+            plain: the setting.
+            alone: what is changed besides, so that only recomputation is chosen.
+        """
+        least, failed = self._least_saved(alone), [plain]
         most = self._saved_with(plain)
         step = max((most - least) // STEPS, 1)
 
         def fits(size: int) -> bool:
-            tried = self._ask({**plain.changes, "checkpoint": size})
+            tried = self._ask({**plain.changes, "checkpoint": size, **alone})
             if not tried.fits:
                 failed.append(tried)
             return tried.fits
@@ -185,6 +224,16 @@ class _Fastest:
 
         edge(fits, least - 1, most, guess)
 
+    def _least_saved(self, alone: Choice) -> int:
+        """The fewest bytes of activations that checkpoints can leave between the phases."""
+        if bool(alone) not in self.least:
+            self.least[bool(alone)] = 0
+            try:
+                self.plan.replan(checkpoint=0, **alone)
+            except TooLittleError as error:
+                self.least[bool(alone)] = error.least_bytes
+        return self.least[bool(alone)]
+
     def _saved_with(self, tried: Tried) -> int:
         return self.saved.get(Candidate(tried.changes).key, 0)
 
@@ -195,14 +244,19 @@ class _Fastest:
         if most < least:
             return
         step = max((most - least) // STEPS, 1)
-        for policy in (least, "full", "selective", *range(least + step, most, step)):
-            if self._ask({**plain.changes, "checkpoint": policy}).fits:
+        policies: list[Choice] = [{"checkpoint": policy} for policy in ("full", "selective")]
+        if self._leaves(plain.changes):
+            policies = [{**each, "offload_activations": True} for each in policies] + policies
+        sizes = [{"checkpoint": size} for size in (least, *range(least + step, most, step))]
+        for policy in (sizes[0], *policies, *sizes[1:]):
+            if self._ask({**plain.changes, **policy}).fits:
                 return
 
     def _advice(self) -> str:
         fixed = [name for name in FREE if name in self.given]
         held = f" {', '.join(fixed)} stayed as given." if fixed else ""
-        what = "checkpoints can leave no less than" if self.checkpoints else "there are"
+        either = "checkpoints and offloading" if self.offloads else "checkpoints"
+        what = f"{either} can leave no less than" if self.checkpoints else "there are"
         return (
             f"Between forward and backward {what} {size_text(self.least_saved)} of activations."
             f"{held} Use more ranks, a smaller batch or lower precision; "
@@ -218,15 +272,6 @@ def _prefetches_more(changes: Choice, others: Choice) -> bool:
     )
 
 
-def _least_saved(plan: Plan) -> int:
-    """The fewest bytes of activations that checkpoints can leave between the phases."""
-    try:
-        plan.replan(checkpoint=0)
-    except TooLittleError as error:
-        return error.least_bytes
-    return 0
-
-
 def saved_bytes(plan: Plan) -> int:
-    """Bytes of activations that live between forward and backward of the last micro-batch."""
-    return sum(each.bytes for each in plan.memory.kept_for_backward())
+    """Bytes of activations on the device between forward and backward of the last micro-batch."""
+    return sum(each.bytes for each in plan.memory.kept_for_backward() if not each.on_cpu)

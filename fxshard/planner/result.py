@@ -239,7 +239,8 @@ def ranked(trials: Iterable[Trial], best_plan: Plan | None) -> tuple[Trial, ...]
 
 def _order(each: Trial) -> tuple[Any, ...]:
     kind = 0 if each.fits else 1 if each.peak_bytes is not None else 2
-    return kind, *each.measures, each.candidate.rank
+    seconds, peak = each.measures
+    return kind, seconds, each.candidate.offloads, peak, each.candidate.rank
 
 
 def _compared(mine: Trial, front: Sequence[Trial]) -> str:
@@ -247,6 +248,7 @@ def _compared(mine: Trial, front: Sequence[Trial]) -> str:
     best, other = front[0], front[-1]
     (seconds, peak), (best_seconds, best_peak) = mine.measures, best.measures
     slower = f"slower: {_times(seconds, best_seconds)} of the best"
+    slower = slower if seconds != best_seconds else "same time"
     if mine.on_front:
         return f"{slower}, {size_text(best_peak - peak)} less"
     other_seconds, other_peak = other.measures

@@ -20,7 +20,7 @@ from fxshard.plans.answers import Tried
 from fxshard.plans.plan import Plan
 
 # Options of the step: the sharded model is made in the same way for all of their values.
-OF_STEP = {*PREFETCH, "checkpoint", "reshard_after_forward"}
+OF_STEP = {*PREFETCH, "checkpoint", "offload_activations", "reshard_after_forward"}
 
 
 @dataclasses.dataclass

@@ -21,7 +21,11 @@ RESHARD = "reshard_after_forward"
 SHARDING = ("strategy", RESHARD, "world_size")
 PREFETCH = ("forward_prefetch", "backward_prefetch")
 # Options that are chosen together: if one is given, none of them is searched.
-DIMENSIONS = (SHARDING, ("mixed_precision",), ("checkpoint",), PREFETCH, ("offload",))
+ACTIVATIONS = ("offload_activations",)
+DIMENSIONS = (
+    *(SHARDING, ("mixed_precision",), ("checkpoint",), ACTIVATIONS, PREFETCH),
+    ("offload",),
+)
 
 Choice = dict[str, Any]  # arguments of `Plan.replan`
 
@@ -50,6 +54,11 @@ class Candidate:
         return ", ".join(texts) or "as given"
 
     @property
+    def offloads(self) -> bool:
+        """True if activations take memory of the CPU."""
+        return bool(self.changes.get("offload_activations"))
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """Equal for candidates that give the same plan."""
         return self.batch, *self.key_without(())
@@ -65,6 +74,8 @@ def value_text(name: str, value: Any) -> str:
         return str(value)
     if name == "offload":
         return "offload"
+    if name == "offload_activations" and value is True:
+        return "offload_activations"
     if name == "world_size":
         return f"{'x'.join(map(str, value)) if isinstance(value, tuple) else value} ranks"
     if name == "checkpoint" and isinstance(value, int):
@@ -141,7 +152,7 @@ def candidates(
         wanted = [[{name: value} for value in space[name]] for name in names if name in space]
         if wanted:
             dimensions.append(_combined(wanted))
-        elif not config.given & set(names):
+        elif not config.given & set(names) and not (names == ACTIVATIONS and config.pipeline_stage):
             dimensions.append(_default(names, world_size, node, units))
     taken = {name for names in DIMENSIONS for name in names}
     dimensions += [
@@ -180,6 +191,8 @@ def _default(
     if names == ("checkpoint",):
         policies = (None, "selective", "full") if units > 1 else (None,)
         return [{"checkpoint": policy} for policy in policies]
+    if names == ACTIVATIONS:
+        return [{"offload_activations": None}, {"offload_activations": True}]
     return [{"offload": None}, {"offload": CPUOffloadPolicy()}]
 
 

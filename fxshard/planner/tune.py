@@ -14,7 +14,8 @@ With a limit of plans, candidates that take at least `TOO_SLOW` times the best's
 planned for the front. Without one, the search ends when every configuration is planned, or proven
 to be no better.
 
-Offload is tried only if it is asked for or nothing fits without it (docs/tune.md).
+Offload is tried only if it is asked for or nothing fits without it (docs/tune.md). Of equally fast
+configurations that fit, the best offloads no activations.
 """
 
 from __future__ import annotations
@@ -151,9 +152,9 @@ class Tuner:
         samples = self.batches.samples(candidate.batch)
         return Trial(candidate, config, world, samples, why, together=self.together)
 
-    def _order(self, candidate: Candidate, tried: Tried) -> tuple[float, int, int]:
+    def _order(self, candidate: Candidate, tried: Tried) -> tuple[float, bool, int, int]:
         seconds = (tried.seconds or 0.0) / self.batches.samples(candidate.batch)
-        return seconds, tried.peak_bytes or 0, candidate.rank
+        return seconds, candidate.offloads, tried.peak_bytes or 0, candidate.rank
 
     def _tell(self, what: str) -> None:
         self.progress(len(self.planned), what)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fxshard.errors import ConfigError, StepError
-from fxshard.runtime import state
+from fxshard.runtime import reduce_hooks, state
 from fxshard.runtime.gathering import let_gather
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.unit_methods import UnitMethods, Unsharded
@@ -78,31 +78,9 @@ class FsdpMethods(UnitMethods):
             ConfigError: the strategy is hybrid, all ranks run in this process, an option says how
                 to reduce, parameters are offloaded, or there is a hook already.
         """
-        runtime = self._fxshard
-        if runtime.stage is not None:
-            raise ConfigError(
-                "register_comm_hook with pipeline_stage=True: the gradients of a stage are reduced "
-                "outside of its program. Leave one of the two out."
-            )
-        if not isinstance(runtime.world, C10dWorld):
-            raise ConfigError("register_comm_hook needs a process group: start with torchrun.")
-        config = runtime.config
-        for name, clashes in {
-            f"strategy={config.strategy!r}": config.hybrid,
-            "parameters on several meshes": len(runtime.world.meshes) > 1,
-            f"reduce_op={config.reduce_op!r}": config.reduce_op != "avg",
-            "gradient_divide_factor": config.gradient_divide_factor is not None,
-            "gradient_predivide_factor": config.gradient_predivide_factor is not None,
-            "offload": config.offload is not None,
-            "another hook": runtime.comm_hook,
-        }.items():
-            if clashes:
-                raise ConfigError(f"register_comm_hook does not go together with {name}.")
         if not callable(hook):
             raise ConfigError(f"register_comm_hook: {hook!r} cannot be called.")
-        runtime.world.hook = functools.partial(hook, state)
-        runtime.comm_hook = True
-        runtime.variants.clear()
+        reduce_hooks.register(self._fxshard, "register_comm_hook", functools.partial(hook, state))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients of all ranks; call it on all ranks.
@@ -248,7 +226,9 @@ class FsdpMethods(UnitMethods):
             let_gather(self._fxshard)
         return self
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True) -> None:
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
         """Run reduce-scatters in a process group of their own; call it on all ranks alike.
 
         One communicator of NCCL runs one collective at a time; with two, the reduction of a unit
@@ -256,10 +236,17 @@ class FsdpMethods(UnitMethods):
 
         Args:
             enable: False: in the group of the all-gathers again.
+            recurse: of all units; False is refused.
 
         Raises:
-            ConfigError: nothing is reduce-scattered: no process group, or one rank per shard.
+            ConfigError: nothing is reduce-scattered: no process group, or one rank per shard; or
+                it is for the root's unit alone.
         """
+        if not recurse:
+            raise ConfigError(
+                "set_separate_reduce_scatter_group(recurse=False): the group is for all units at "
+                "once. Leave recurse out."
+            )
         world, strategy = self._fxshard.world, self._fxshard.config.strategy
         alone = all(grid.shards == 1 for grid in world.grids.values())
         if not isinstance(world, C10dWorld) or alone:

@@ -258,8 +258,9 @@ class NanWhereEmpty(modes.TorchDispatchMode):
 
 
 def _with_nan(tensor: Tensor) -> Tensor:
-    floats = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.fill_(math.nan) if floats and not tensor.is_meta else tensor
+    if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta:
+        tensor.fill_(math.nan)  # of a subclass, the result may be another tensor
+    return tensor
 
 
 def _is_empty(full: Tensor, copies: Iterable[Tensor]) -> bool:
@@ -273,7 +274,7 @@ def holds_nan(tensor: Tensor) -> bool:
     """True if an end of it is NaN, as where nothing was written since it was made (see above)."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    flat = tensor.detach().reshape(-1)
+    flat = plain(tensor).detach().reshape(-1)
     return any(value != value for value in (flat[0].item(), flat[-1].item()))
 
 

@@ -472,6 +472,7 @@ class Runtime(Phases):
             starts: the outputs that backward starts from; None: as `trace.capture` chooses.
             captures, common: see `pipeline.make_program`.
         """
+        self.require_one_hook()
         units = tuple(
             dataclasses.replace(
                 unit,

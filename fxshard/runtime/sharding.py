@@ -17,7 +17,7 @@ from fxshard._torch import autograd, dtensors
 from fxshard._torch.dtensors import joined, local_part
 from fxshard.config.checked import Config
 from fxshard.errors import StepError, UnitError
-from fxshard.ir.extensions import Extension
+from fxshard.ir.extensions import Extension, drop_computed_scale
 from fxshard.ir.layout import Grid, ParamLayout, chunk_of, flat_numels, without_padding
 from fxshard.ir.layout import layouts as layouts_of
 from fxshard.ir.shardable import check_shardable, note_replaced
@@ -105,6 +105,7 @@ class Slot:
                     f"both functions before it is sharded."
                 )
             return
+        drop_computed_scale(held)
         now, names, context = type(held), [], None
         if now is extension.kind:
             names, context = held.__tensor_flatten__()
@@ -116,17 +117,10 @@ class Slot:
             what = f"has the context {context!r} now, and had {extension.context!r}"
         else:
             what = f"is a {now.__name__} now"
-        by_torchao = "_precomputed_scale" in names
         raise StepError(
             f"parameter {self.param.fqn!r}, a {extension.kind.__name__}, {what}: the operators of "
-            f"its all-gather were traced when it was sharded. "
-            + (
-                "Leave torchao's precompute_float8_dynamic_scale_for_fsdp out: each all-gather "
-                "computes the scale, to the same numbers, in an all-reduce of its own."
-                if by_torchao
-                else "Leave it as it was, and write values into it; or compile the plain model "
-                "again."
-            )
+            f"its all-gather were traced when it was sharded. Leave it as it was, and write values "
+            f"into it; or compile the plain model again."
         )
 
     def restore_storage(self) -> None:
@@ -332,11 +326,6 @@ def _check_extension(
     extension.traced(world.grids[param.mesh].shards)
     if config.optimizer_in_backward:
         raise extension.in_backward
-    if tensor.is_meta:
-        raise UnitError(
-            f"parameter {param.fqn!r}, a {extension.kind.__name__}, is on the meta device: fxshard "
-            f"fills plain tensors there. Make the model on a real device."
-        )
 
 
 def _agree_to_sync(model: nn.Module, refusal: UnitError | None, world: C10dWorld) -> None:

@@ -347,7 +347,12 @@ def converted(
                 now = local_part(slot.tensor).detach()
                 new = fn(now)
             extension = slot.param.extension
-            if new is not now and extension is not None:
+            stays = new.dtype is now.dtype and (now.is_meta or new.device == now.device)
+            if (
+                new is not now
+                and extension is not None
+                and not (stays and isinstance(slot.tensor, DTensor))
+            ):
                 raise StepError(
                     f"parameter {slot.param.fqn!r}, a {extension.kind.__name__}, cannot be "
                     f"converted or moved: its all-gather was traced as it is. Convert the plain "
@@ -388,14 +393,14 @@ def over_shard(slot: Slot) -> DTensor:
     """A DTensor of the rows of the shard, like the parameter, which may be on the meta device."""
     like: Any = slot.tensor
     made = _dtensor(dtensors.stand_in(slot.local), like)
-    dtensors.set_local_tensor(made, slot.local)
+    dtensors.set_local_tensor(made, slot.as_held(slot.local))
     return made
 
 
 def fill(slot: Slot) -> None:
     """Let the parameter, on the meta device, have the rows of its shard; it stays the object."""
     _exchange(slot, dtensors.stand_in(slot.local), lambda grad: grad)
-    _set_storage(slot.tensor, slot.local)
+    _set_storage(slot.tensor, slot.as_held(slot.local))
 
 
 def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:

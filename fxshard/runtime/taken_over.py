@@ -117,6 +117,11 @@ def _check_fresh(kind: str, fqn: str, runtime: Runtime, module: nn.Module) -> No
             f"fully_shard: {fqn!r} of this {kind} has run already, as a root of its own. Call "
             f"fully_shard on all blocks and on the model before any of them runs."
         )
+    if runtime.comm_hook:
+        raise ConfigError(
+            f"fully_shard: {fqn!r} of this {kind} has a hook for its reductions. Set hooks after "
+            f"the last call of fully_shard."
+        )
     here = set(module.modules())
     given = runtime.model.children() if "" not in runtime.unit_calls else [runtime.model]
     missing = next((each for each in given if each not in here), None)

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fxshard.arguments import check_count, check_flag
 from fxshard.capture.swapped import STATE, UNIT
 from fxshard.errors import ConfigError
 from fxshard.ir.units import Unit
+from fxshard.runtime.reduce_hooks import register_after
 from fxshard.runtime.runtime import Runtime
 
 # What FSDP2 has, and is nothing to set here: what to do instead.
 _REFUSED = {
     "set_custom_all_gather": "it says where copies in and out lie, and here are none: leave it out",
     "set_custom_reduce_scatter": "use register_comm_hook(state, hook) of the model",
-    "set_all_reduce_hook": "use register_comm_hook(state, hook) of the model, or after the "
-    "all-reduce of a hybrid strategy parameter.register_post_accumulate_grad_hook",
     "set_allocate_memory_from_process_group_for_comm": "it changes no number: leave it out",
     "set_symm_mem_for_comm": "it changes no number: leave it out",
     # Since torch 2.15, and the last two after it:
@@ -224,6 +224,34 @@ class UnitMethods(nn.Module):
         now = runtime.units[own].divide_factor
         if now is None or now == ranks:
             runtime.set_units([own], divide_factor=float(ranks) if enable else None)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], Any], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Let `hook` get the gradients of this unit after each reduce-scatter, in place.
+
+        For an all-reduce over ranks that are not in the mesh, say. All units need the same one; of
+        a model that `compile` returned, all get it.
+
+        Args:
+            hook: called once per unit and dtype with this rank's part of the gradients, flat.
+            stream: it runs on that of the reductions; another one is refused.
+
+        Raises:
+            ConfigError: a stream; the strategy is hybrid or shards nothing; or something else says
+                how gradients are reduced.
+        """
+        if not callable(hook):
+            raise ConfigError(f"set_all_reduce_hook: {hook!r} cannot be called.")
+        if stream is not None:
+            raise ConfigError(
+                "set_all_reduce_hook: stream cannot be set: the hook runs on the stream of the "
+                "reductions, after them. Leave stream out."
+            )
+        runtime, chosen = _units(self, recurse=False)
+        if not runtime.unit_calls:
+            chosen = [unit.index for unit in runtime.units]
+        register_after(runtime, chosen, hook)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Nothing: backward gathers what it reads, and nothing else.

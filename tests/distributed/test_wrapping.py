@@ -19,9 +19,11 @@ from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
 
 import fxshard
@@ -471,3 +473,28 @@ def test_policies_give_the_units_that_fsdp1_wraps(ranks: Any, name: str) -> None
         (theirs,) = ranks(1).run(fsdp1_wraps, build, name)
         ours = [unit.fqn for unit in find_units(build(), POLICIES[name])]
         assert sorted(ours[1:]) == theirs, build.__name__
+
+
+def wrapped_by_hand(rank: int, world_size: int) -> tuple[list[str], list[str], list[Tensor]]:
+    """FSDP1's units and options where a model wraps its own parts, and what it computes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=torch.device("cpu")):
+        for i in (0, 2):
+            model[i] = wrap(model[i])
+        theirs = wrap(model)
+    units = FullyShardedDataParallel.fsdp_modules(theirs)
+    names = {module: path for path, module in theirs.module.named_modules()}
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    ours = fxshard.compile(plain, units=["0", "2"])
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    wrapped = [names[unit] for unit in units if unit is not theirs]
+    outputs = [each(x).detach() for each in (theirs, ours)]
+    return wrapped, [unit.fqn for unit in ours.plan.units], outputs
+
+
+def test_modules_that_are_named_are_those_that_fsdp1_wraps_by_hand(ranks: Any) -> None:
+    for theirs, ours, (expected, found) in ranks(2).run(wrapped_by_hand):
+        assert ours == ["", *theirs]
+        assert torch.equal(found, expected)

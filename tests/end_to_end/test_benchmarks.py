@@ -14,6 +14,7 @@ from benchmarks import (
     figures,
     first_step,
     front,
+    joint_choice,
     offload_activations,
     overhead,
     page,
@@ -235,7 +236,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(overhead, "DEPTH", 4)
         patch.setitem(EVERY, "smoke", llama("smoke", dim=64, depth=1, vocab=128, batch=1, seq=16))
         scripts = (step_time, peak_bytes, first_step, overhead, passes, scale, plan_405b)
-        for script in (*scripts, chunk_loss, offload_activations):
+        for script in (*scripts, chunk_loss, offload_activations, joint_choice):
             name = script.__name__.rpartition(".")[2]
             assert script.main(["--smoke", "--out", str(folder / f"{name}.json")]) == 0
     return folder
@@ -339,6 +340,13 @@ def test_front_smoke(tmp_path: Path) -> None:
     saved, less, none = (p["bytes"] for p in model["points"] if not p["ours"])
     assert saved > less > none > 0
     assert front.page(found).count("\n| ") == 1 + 3
+
+
+@pytest.mark.slow
+def test_joint_choice_smoke(results: Path) -> None:
+    for row in read(results, "joint_choice")["rows"]:
+        for chosen in filter(None, (row["joint"], row["recompute_only"])):
+            assert chosen["saved_bytes"] <= row["budget_bytes"]
 
 
 @pytest.mark.slow

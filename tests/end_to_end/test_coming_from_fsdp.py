@@ -113,6 +113,15 @@ TABLES: dict[str, set[str]] = {
 }
 _known = {name for title in TABLES for name in re.findall(r"`(\w+)`", title)}
 _known |= {cls.__name__ for cls in STATE_DICTS} | {"StateDictType"}
+# Arguments of FSDP1's methods that those of the same name here do not take.
+TABLES["Arguments of FSDP1's methods"] = {
+    name
+    for method in methods(FullyShardedDataParallel) - {"module", "forward"}
+    for name in arguments(getattr(FullyShardedDataParallel, method))
+    - arguments(getattr(FxshardModule, method, lambda: None))
+} - {"args", "kwargs"}
+TABLES["Names of `torch.distributed.fsdp.wrap`"] = set(fsdp.wrap.__all__)
+TABLES["Names of `torch.distributed.fsdp.sharded_grad_scaler`"] = {"ShardedGradScaler"}
 TABLES["Other names of `torch.distributed.fsdp`"] = set(fsdp.__all__) - _known
 
 
@@ -154,6 +163,33 @@ def test_every_row_names_a_test_that_exists(title: str) -> None:
         named = re.fullmatch(r"`([\w/]+/test_\w+\.py)::(test_\w+)`", test)
         assert named, (name, test)
         assert named[2] in names_in(named[1]), (name, test)
+
+
+def test_methods_of_fsdp_modules_take_the_same_arguments() -> None:
+    """In the same places; what is more has a default."""
+    both = {name for name in methods(FSDPModule) if hasattr(FxshardModule, name)}
+    assert both >= methods(FSDPModule) - REFUSALS.keys()
+    for name in sorted(both):
+        theirs = inspect.signature(getattr(FSDPModule, name)).parameters.values()
+        ours = inspect.signature(getattr(FxshardModule, name))
+        placed = [each.name for each in theirs if each.kind is each.POSITIONAL_OR_KEYWORD]
+        given = {each.name: each for each in theirs if each.kind is each.KEYWORD_ONLY}
+        ours.bind(*placed, **given)
+        assert [*ours.parameters][: len(placed)] == placed, name
+
+
+def test_arguments_that_are_gone() -> None:
+    """States need no group and no list of parameters: they are those of the optimizer, by name."""
+    model = compiled("mlp13")
+    optimizer = trained(model)
+    states = model.full_optim_state_dict(optimizer), model.optim_state_dict(optimizer)
+    names = {name for name, _ in model.named_parameters()}
+    for state in states:
+        assert state["state"].keys() == names
+        assert {name for group in state["param_groups"] for name in group["params"]} == names
+    for gone in ("group", "optim_input", "is_named_optimizer"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{gone}'"):
+            model.optim_state_dict_to_load(optimizer, states[0], **{gone: None})
 
 
 def test_methods_that_are_missing_or_renamed_say_so() -> None:

@@ -4,6 +4,7 @@ Rows of docs/coming-from-fsdp.md name these tests.
 """
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -102,6 +103,19 @@ def modes(rank: int, world_size: int) -> None:
                     param.zero_()
             model.load_state_dict(state)
             assert_close(model(batch(rank)), alone(batch(rank)))
+    # torch's own functions look for FSDP1's class, and find none, as in a model of FSDP2.
+    kind, owns = StateDictType.FULL_STATE_DICT, FullyShardedDataParallel
+    with warnings.catch_warnings(), owns.summon_full_params(model):
+        warnings.simplefilter("ignore", FutureWarning)
+        owns.set_state_dict_type(model, kind)
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        with pytest.raises(KeyError), owns.state_dict_type(model, kind):
+            pass
+    with pytest.raises(AttributeError):
+        owns.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        owns.optim_state_dict(model, torch.optim.SGD(model.parameters()))
 
 
 def test_methods_of_states_are_no_modes(ranks: Any) -> None:

@@ -1,5 +1,6 @@
 """torchao's float8 training: its recipes, with and without the float8 all-gather, beside FSDP2."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from fxshard.integrations.quantized import packed
 from fxshard.verify.certificate import collectives
 
 pytest.importorskip("torchao")
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 
 WIDTH = 16
 RECIPES = ("tensorwise", "tensorwise, float8 all-gather", "rowwise", "rowwise_with_gw_hp")
@@ -47,9 +52,11 @@ def numbers(tensor: Tensor) -> Tensor:
     return getattr(whole, "_tensor", whole).detach().clone()
 
 
-def trained(model: Any, ranks: list[int], steps: int = 2) -> list[Any]:
+def trained(
+    model: Any, ranks: list[int], steps: int = 2, after: Callable[[nn.Module], None] | None = None
+) -> list[Any]:
     """Loss, gradients and parameters of each step. The mean of the losses of `ranks`, each with
-    the scales of its own batch, is what they give together."""
+    the scales of its own batch, is what they give together. `after` is called after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for step in range(steps):
@@ -61,6 +68,8 @@ def trained(model: Any, ranks: list[int], steps: int = 2) -> list[Any]:
         grads = [numbers(param.grad) for param in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
+        if after is not None:
+            after(model)
         loss = torch.stack(losses).mean().detach()
         found.append((loss, grads, [numbers(param) for param in model.parameters()]))
     return found
@@ -97,6 +106,24 @@ def test_it_trains_as_fsdp2_and_as_one_process(ranks: Any, recipe: str) -> None:
     loss, grads, _ = found[0]["alone"][0]
     assert_close((found[0]["compile"][0][0] + found[1]["compile"][0][0]) / 2, loss)
     assert_close(found[0]["compile"][0][1], grads, rtol=1e-4, atol=1e-5)
+
+
+def precomputed(rank: int, world_size: int) -> Any:
+    """As torchao asks for it, after each step; and once, so that FSDP2's scales grow old."""
+    found = [trained(sharded(converted(RECIPES[1]), "compile"), [rank], 3)]
+    for way in ("fsdp2", "fully_shard", "compile"):
+        model = sharded(converted(RECIPES[1]), way)
+        found.append(trained(model, [rank], 3, precompute_float8_dynamic_scale_for_fsdp))
+    old = sharded(converted(RECIPES[1]), "fully_shard")
+    precompute_float8_dynamic_scale_for_fsdp(old)
+    return [*found, trained(old, [rank], 3)]
+
+
+def test_scales_that_are_computed_beforehand_change_nothing(ranks: Any) -> None:
+    """FSDP2 takes them; programs compute the same ones, and never use old ones."""
+    for without, *others in ranks(2).run(precomputed):
+        for found in others:
+            assert_close(found, without, rtol=0, atol=0)
 
 
 def sent(recipe: str, **options: Any) -> list[int]:

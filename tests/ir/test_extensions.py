@@ -181,6 +181,25 @@ def test_what_happens_outside_of_programs_is_refused() -> None:
         compiled(X)
 
 
+@pytest.mark.parametrize("kind", [Narrow, Int8])
+def test_a_model_on_meta_is_filled_by_its_modules(kind: Any) -> None:
+    def built() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    with torch.device("meta"):
+        empty = wrapped(built(), kind)
+    torch.manual_seed(0)
+    compiled: Any = fxshard.compile(empty, world_size=2)
+    for mine, expected in zip(compiled.parameters(), built().parameters(), strict=True):
+        assert type(mine) is kind and torch.equal(mine.data_inside, expected)
+    with torch.device("meta"):
+        empty = wrapped(built(), kind)
+    left = fxshard.compile(empty, world_size=2, param_init_fn=lambda module: None)
+    with pytest.raises(StepError, match="on the meta device when the model was sharded"):
+        left(X)
+
+
 class Ruled(Narrow):
     """Its context, and what is inside of it, may change."""
 
@@ -214,8 +233,6 @@ def test_verbs_that_know_nothing_of_it_are_refused() -> None:
         text.write(planned().program)
     with pytest.raises(ConfigError, match=r"formulas with parameter '0\.weight', of a tensor sub"):
         planned().memory.formula()
-    with pytest.raises(UnitError, match="is on the meta device: fxshard fills plain tensors"):
-        fxshard.compile(model(Narrow).to("meta"), world_size=2)
 
 
 # -- the verifier ----------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ Where only some of torch's releases have a method, its row says which."""
 AS_THEY_ARE = """### As they are
 
 torch's own files, run with the one name `fully_shard` replaced, and with it
-`register_fsdp_forward_method`, on 2026-11-25 with torch 2.13.0 on the CPU: gloo, 4 ranks at most (8
-for a 2 x 2 x 2 mesh). Each method ran with torch's own `fully_shard` too. The files are not part of
-this repository:
+`register_fsdp_forward_method`, on 2026-11-25 and 26 with torch 2.13.0 on the CPU: gloo, 4 ranks at
+most (8 for a 2 x 2 x 2 mesh). Each method ran with torch's own `fully_shard` too. The files are not
+part of this repository:
 
     pip install expecttest
     python -m tests.peers.upstream path/to/pytorch --out tests/peers/fsdp2/upstream.csv

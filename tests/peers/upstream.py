@@ -181,7 +181,8 @@ def row_of(control: Outcome, ours: Outcome | None, internal: set[str]) -> Row:
         outcome, why = "works here", ours.error.removeprefix("AssertionError: ")
     elif re.match(r"fxshard\.errors\.(Config|Unit|Step|Capture)Error: ", ours.error):
         outcome, why = "refused", ours.error.removeprefix("fxshard.errors.")
-    elif "is not in fxshard: " in ours.error:  # in a comparison of texts
+    elif re.search(r"failed: '\w+( is not in fxshard|: stream cannot be set)", ours.error):
+        # The text of the error is compared with that of FSDP2's.
         outcome, why = "refused", ours.error
     return Row(control.file, control.method, outcome, why)
 

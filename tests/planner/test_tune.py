@@ -36,6 +36,7 @@ SPACE: dict[str, list[Any]] = {
     "forward_prefetch": [1],
     "mixed_precision": [None, BF16],
     "offload": [None],
+    "offload_activations": [None],
 }
 ONE: dict[str, list[Any]] = {
     name: values[:1] for name, values in SPACE.items() if name != "strategy"
@@ -326,11 +327,60 @@ def test_offload_is_the_last_resort() -> None:
     assert any(t.fits and t.options["offload"] is not None for t in asked.trials)
 
 
+def test_offloaded_activations_are_compared_and_bounded() -> None:
+    """Each plan, with and without, beside bounds; where they leave, more fits."""
+    with torch.device("meta"):
+        model, x = Wide(), torch.empty(8192, 1024)
+    space = ONE | {"offload_activations": [None, True], "checkpoint": [None, 2**28]}
+    space |= {"strategy": ["full_shard"]}
+    given = {"world_size": 4, "hardware": "h100", "batches": [8192], "plans": None}
+
+    def found(budget: int | str) -> dict[Any, Any]:
+        result = fxshard.tune(model, (x,), budget=budget, space=space, **given)
+        names = ("checkpoint", "offload_activations")
+        return {tuple(trial.options[name] for name in names): trial for trial in result.trials}
+
+    roomy = found("80GiB")
+    peaks = {}
+    for (checkpoint, offload), trial in roomy.items():
+        plan = fxshard.plan(
+            model, (x,), world_size=4, checkpoint=checkpoint, offload_activations=offload
+        )
+        peaks[checkpoint, offload] = max(plan.memory.peak_bytes, plan.memory.first_step_peak_bytes)
+        assert trial.least_bytes <= peaks[checkpoint, offload]
+        assert trial.least_seconds <= plan.estimate("h100").step_seconds
+    assert peaks[None, True] < peaks[None, None]
+    plain, leaves = roomy[None, None], roomy[None, True]
+    assert plain.why == "best" and leaves.on_front and leaves.why.startswith("same time, ")
+    tight = found(peaks[None, None] - 1)
+    best = next(iter(tight.values()))
+    assert best.options["offload_activations"] is True and best.options["checkpoint"] is None
+    assert "offload_activations" in best.setting
+    smallest = found(min(peaks.values()))
+    assert next(iter(smallest.values())).peak_bytes <= min(peaks.values())
+
+
+class Wide(nn.Module):
+    """f32 (rows, 1024) -> a scalar: a block saves 224 MiB, of which the link hides a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(1024, 3072), nn.GELU(), nn.Linear(3072, 1024)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
 def test_the_default_space_has_all_that_is_left_open() -> None:
     result = tuned("1GiB", space=None, world_size=16, batches=None, plans=2)
     names = ("strategy", "checkpoint", "forward_prefetch", "mixed_precision", "offload")
+    names = (*names, "offload_activations")
     seen = {n: {repr(t.options[n]) for t in result.trials} for n in names}
-    assert [len(seen[name]) for name in names] == [5, 3, 3, 3, 2]
+    assert [len(seen[name]) for name in names] == [5, 3, 3, 3, 2, 2]
     assert {t.world_size for t in result.trials} == {16, (2, 8)}
     assert {t.batch for t in result.trials} == {2 << power for power in range(9)}
     fixed = tuned("1GiB", space=None, strategy="full_shard", checkpoint="full", plans=2)

@@ -24,6 +24,7 @@ SPACE: dict[str, list[Any]] = {
     "forward_prefetch": [1],
     "mixed_precision": [None],
     "offload": [None],
+    "offload_activations": [None],
 }
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing import assert_close
 
 import fxshard
@@ -319,3 +321,69 @@ def test_what_is_sent_is_what_it_says() -> None:
 def test_the_dump_shows_it() -> None:
     operations = [row.operation for row in dump.rows(planned(Float8).program)]
     assert {"pre-gather", "reduce-now", "post-gather", "unshard"} <= set(operations)
+
+
+# -- the meta device -------------------------------------------------------------------------------
+
+
+def on_meta(kind: Callable[[Tensor], Any], fully_shard: Callable[..., Any]) -> Any:
+    with torch.device("meta"):
+        return sharded(wrapped(Net(), kind), fully_shard)
+
+
+def written(model: Any, full: dict[str, Tensor], *_: Any) -> None:
+    """Memory first, and then what fills it, as an ``init_weights`` does."""
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for fqn, param in model.named_parameters():
+            param.copy_(distribute_tensor(full[fqn], param.device_mesh, param.placements))
+
+
+def broadcast(model: Any, full: dict[str, Tensor], *_: Any) -> None:
+    """FSDP2 loses the subclass so, and gathers plain tensors."""
+    state = full if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+
+
+def assigned(model: Any, full: dict[str, Tensor], theirs: Any, _: str) -> None:
+    model.load_state_dict(theirs.state_dict(), assign=True)
+
+
+def copied(model: Any, full: dict[str, Tensor], theirs: Any, _: str) -> None:
+    model.load_state_dict(theirs.state_dict())
+
+
+def read_back(model: Any, full: dict[str, Tensor], theirs: Any, folder: str) -> None:
+    """A checkpoint of torch's of FSDP2's model."""
+    torch.serialization.add_safe_globals([Int8])
+    dcp.save(theirs.state_dict(), checkpoint_id=folder)
+    model.to_empty(device="cpu")
+    into = model.state_dict()
+    dcp.load(into, checkpoint_id=folder)
+    model.load_state_dict(into)
+
+
+FILLED = {each.__name__: each for each in (written, broadcast, assigned, copied, read_back)}
+
+
+def from_meta(rank: int, world_size: int, how: str, folder: str) -> Any:
+    torch.manual_seed(7)
+    full = {fqn: torch.randn(param.shape) / 3 for fqn, param in Net().named_parameters()}
+    theirs, ours = (on_meta(Int8, call) for call in (fsdp.fully_shard, fxshard.fully_shard))
+    assert all(param.is_meta for param in ours.parameters())
+    with pytest.raises(StepError, match="on the meta device when the model was sharded"):
+        ours(batch(rank, 0)[0])
+    written(theirs, full)
+    FILLED[how](ours, dict(full), theirs, folder)
+    for fqn, param in ours.named_parameters():
+        assert torch.equal(unwrapped(param), full[fqn]), fqn
+    assert type(ours.head.weight._local_tensor) is Int8
+    return trained(theirs, [rank]), trained(ours, [rank])
+
+
+@pytest.mark.parametrize("how", FILLED)
+@pytest.mark.sample(2)
+def test_a_model_on_meta_is_filled_as_with_fsdp2(ranks: Any, how: str, tmp_path: Any) -> None:
+    for theirs, ours in ranks(2).run(from_meta, how, str(tmp_path)):
+        assert_same(ours, theirs)

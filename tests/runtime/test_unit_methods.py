@@ -132,7 +132,7 @@ def classes(rank: int, world_size: int) -> None:
             "set_reshard_after_backward(1)": "expected True or False",
             "set_reduce_scatter_unused_params(True)": "ranks_may_differ=True",
             "set_reduce_scatter_max_input_buffers(0)": "expected an integer >= 1",
-            "set_all_reduce_hook(print)": "register_comm_hook",
+            "set_custom_reduce_scatter(print)": "register_comm_hook",
             "set_symm_mem_for_comm()": "leave it out",
         }.items():
             with pytest.raises(ConfigError, match=said):
@@ -173,8 +173,8 @@ def newer(rank: int, world_size: int) -> None:
         for name, instead in NEWER.items():
             with pytest.raises(ConfigError, match=f"{name} is not in fxshard: .*{instead}"):
                 getattr(model, name)(True)
-    with pytest.raises(ConfigError, match=r"set_all_reduce_hook is not in fxshard: use register"):
-        compiled.set_all_reduce_hook(print)
+    with pytest.raises(ConfigError, match=r"set_custom_reduce_scatter is not in fxshard: use reg"):
+        compiled.set_custom_reduce_scatter(print)
     assert fxshard.compile(Finalizing(2, 2)).finalize_backward() == 3  # type: ignore[operator]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import autograd
 from fxshard._torch.dtensors import local_part
 from fxshard.config.precision import Precision
-from fxshard.errors import StepError
+from fxshard.errors import ConfigError, StepError
 from fxshard.ir import meshes
 from fxshard.ir.names import is_under
 from fxshard.ir.program import Program
@@ -55,6 +55,7 @@ class ParameterStore:
         reach: which gradients a loss has reached.
         sync: False inside of `no_sync`.
         comm_hook: the user's function reduces gradients.
+        after_reductions: those of ``set_all_reduce_hook``, by FQN of the unit.
         forwards: the eager forwards that are running.
         stored_dtypes: by name of a buffer that was cast, the dtype that it had.
         device: type of the device that programs run on; shards may be offloaded from it.
@@ -85,6 +86,7 @@ class ParameterStore:
         self.reach: Reach = Reach()
         self.sync: bool = True
         self.comm_hook: bool = False
+        self.after_reductions: dict[str, Callable[[Tensor], Any]] = {}
         self.wrapped: dict[str, str] = {}  # name of a parameter -> as it is called now
         self.forwards: eager.Forwards = eager.Forwards()
         self.stored_dtypes: dict[str, torch.dtype] = {}
@@ -368,6 +370,19 @@ class ParameterStore:
                 f"{what} inside of summon_full_params: parameters are unsharded there, and "
                 f"programs run on shards. Leave the block first."
             )
+
+    def require_one_hook(self) -> None:
+        """Raise ConfigError if gradients of some units go to a hook, and those of others do not."""
+        hooks = self.after_reductions
+        for unit in self.units if hooks else ():
+            first = next(iter(hooks))
+            trained = any(self.param(param.fqn).requires_grad for param in unit.params)
+            if trained and hooks.get(unit.fqn) != hooks[first]:
+                raise ConfigError(
+                    f"set_all_reduce_hook: {first or '(root)'!r} has a hook, and {unit.name!r} has "
+                    f"{'another one' if unit.fqn in hooks else 'none'}. All units are reduced by "
+                    f"one function: set the same hook on each module that fully_shard was given."
+                )
 
     def require_one_of_each(self, what: str) -> None:
         """Raise StepError where some ranks hold other parameters under a name than others do.

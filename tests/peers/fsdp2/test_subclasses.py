@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from tests.peers.fsdp2.common import MLP, made, shard
@@ -70,15 +71,35 @@ def stack(kind: Any) -> Any:
     return wrapped(nn.Sequential(*(MLP(8, bias=False) for _ in range(3))), kind)
 
 
-def on_meta(rank: int, world_size: int) -> str:
-    with torch.device("meta"):
-        model = stack(Narrow)
-    return told(lambda: fxshard.fully_shard(model))
+def from_meta(rank: int, world_size: int) -> None:
+    """On the meta device, then memory, then values; a few steps run in bf16."""
+    for reshard in (True, False):
+        with torch.device("meta"):
+            model = stack(Narrow)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        shard(model, reshard_after_forward=reshard, mp_policy=policy)
+        assert all(param.is_meta for param in model.parameters())
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.trunc_normal_(param)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(43 + rank))
+        for _ in range(3):
+            before = [unwrapped(param) for param in model.parameters()]
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for param, old in zip(model.parameters(), before, strict=True):
+                assert type(param._local_tensor) is Narrow
+                assert not unwrapped(param).equal(old) and unwrapped(param).isfinite().all()
 
 
-def test_such_a_model_on_meta_is_refused(ranks: Any) -> None:
-    for said in ranks(2).run(on_meta):
-        assert "Make the model on a real device" in said, said
+def unwrapped(param: Any) -> Tensor:
+    return param._local_tensor.data_inside.detach().clone()
+
+
+def test_such_a_model_on_meta_is_initialised_and_trained(ranks: Any) -> None:
+    ranks(2).run(from_meta)
 
 
 def hybrid(rank: int, world_size: int) -> None:
@@ -97,30 +118,3 @@ def hybrid(rank: int, world_size: int) -> None:
 
 def test_of_a_hybrid_mesh_it_is_given_the_shards(ranks: Any) -> None:
     ranks(4).run(hybrid)
-
-
-class Scaled(Narrow):
-    """As torchao's float8 weights: a scale that is computed beforehand lies beside the weight."""
-
-    _precomputed_scale: Any = None
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names, context = super().__tensor_flatten__()
-        return names + ["_precomputed_scale"] * (self._precomputed_scale is not None), context
-
-
-def scaled(rank: int, world_size: int) -> str:
-    """What torchao's function of that name does to each weight after a step."""
-    model = made(lambda: stack(Scaled))
-    shard(model)
-    model(torch.randn(2, 8)).sum().backward()
-    for param in model.parameters():
-        param._local_tensor._precomputed_scale = torch.ones(())
-    return told(lambda: model(torch.randn(2, 8)))
-
-
-def test_scales_that_are_computed_beforehand_are_refused(ranks: Any) -> None:
-    for said in ranks(2).run(scaled):
-        assert (
-            "Leave torchao's precompute_float8_dynamic_scale_for_fsdp out: each all-gather" in said
-        )

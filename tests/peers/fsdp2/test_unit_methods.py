@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+import fxshard
 from tests.oracles import Collectives, count_collectives
 from tests.peers.fsdp1.shared import losses_alike
 from tests.peers.fsdp2.common import (
@@ -326,19 +329,19 @@ def test_buffers_of_reductions(ranks: Any) -> None:
 
 
 def kept(rank: int, world_size: int) -> dict[str, str]:
-    """What stays unsharded between forward and backward, and hooks of a unit."""
+    """What stays unsharded between forward and backward, and collectives of the user's."""
     model = made(Transformer)
     shard(model, reshard_after_forward=False)
     forward, backward = traced_step(model)
     assert forward.count("all_gather") == 3 and backward.count("all_gather") == 0
     return {
-        "hook": told(lambda: model.layers[0].set_all_reduce_hook(lambda output: None)),
+        "reduction": told(lambda: model.layers[0].set_custom_reduce_scatter(None)),
         "gather": told(lambda: model.layers[0].set_custom_all_gather(None)),
     }
 
 
 KEPT = {
-    "hook": "use register_comm_hook(state, hook)",
+    "reduction": "use register_comm_hook(state, hook)",
     "gather": "leave it out",
 }
 
@@ -347,3 +350,110 @@ def test_what_units_refuse(ranks: Any) -> None:
     for found in ranks(2).run(kept):
         for case, said in KEPT.items():
             assert said in found[case], (case, found[case])
+
+
+# -- hooks after reductions ------------------------------------------------------------------------
+
+
+def hook_all(model: nn.Module, hook: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(hook)
+
+
+def averaged_between(rank: int, world_size: int) -> Any:
+    """Sharded over pairs of ranks, and averaged over the ranks that hold the same shard."""
+    inner = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, ref = made(Transformer), made(Transformer)
+    shard(model, mesh=inner["shard"])
+    calls = []
+
+    def hook(output: Tensor) -> None:
+        calls.append(output.numel())
+        dist.all_reduce(output, dist.ReduceOp.AVG, group=inner["replicate"].get_group())
+
+    hook_all(model, hook)
+    replicated = ddp(ref)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, ref)]
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        tokens = model.tokens(2, 16)
+        losses = [each(tokens).sum() for each in (model, replicated)]
+        sum(losses).backward()
+        assert_close(*losses)
+        for mine, theirs in zip(model.parameters(), ref.parameters(), strict=True):
+            assert_close(mine.grad.full_tensor(), theirs.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(calls) == 3 * len(model.plan.units)
+
+
+def test_a_hook_after_reductions_averages_over_other_ranks(ranks: Any) -> None:
+    ranks(4).run(averaged_between)
+
+
+def hooked(rank: int, world_size: int, dtype: Any) -> None:
+    """The hook gets what FSDP2 gives it, and may change it; twice with sums in between."""
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    found = []
+    for way in ("fsdp2", "fully_shard", "compile"):
+        model: Any = made(lambda: nn.Sequential(MLP(8), MLP(8)))
+        if way == "compile":
+            fxshard.compile(model, units=["*"], mixed_precision=policy)
+        else:
+            for unit in (*model, model):
+                (fsdp if way == "fsdp2" else fxshard).fully_shard(unit, mp_policy=policy)
+        seen: list[Tensor] = []
+
+        def tripled(output: Tensor, seen: list[Tensor] = seen) -> None:
+            seen.append(output.clone())
+            output.mul_(3)
+
+        if way == "compile":
+            model.set_all_reduce_hook(tripled)
+        else:
+            hook_all(model, tripled)
+        for step in range(3):
+            model.set_requires_gradient_sync(step > 0)
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(4, 8)).square().sum().backward()
+        found.append((seen, [param.grad.to_local() for param in model.parameters()]))
+    theirs, *others = found
+    for ours in others:
+        assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_a_hook_gets_what_fsdp2_gives_it(ranks: Any, dtype: Any) -> None:
+    ranks(2).run(hooked, dtype)
+
+
+def some_hooked(rank: int, world_size: int) -> dict[str, str]:
+    some, copied, early = (made(lambda: nn.Sequential(MLP(8), MLP(8))) for _ in range(3))
+    shard(some)
+    some[0].set_all_reduce_hook(print)
+    shard(copied, mesh=init_device_mesh("cpu", (2, 1)))
+    fxshard.fully_shard(early[0]).set_all_reduce_hook(print)
+    return {
+        "one": told(lambda: some(torch.randn(2, 8))),
+        "hybrid": told(lambda: copied[0].set_all_reduce_hook(print)),
+        "stream": told(lambda: some[1].set_all_reduce_hook(print, stream=0)),
+        "early": told(lambda: fxshard.fully_shard(early)),
+        "none": told(lambda: some[1].set_all_reduce_hook(None)),
+    }
+
+
+HOOKS = {
+    "one": "'0' has a hook, and '1' has none",
+    "hybrid": "After all-reduces use parameter.register_post_accumulate_grad_hook",
+    "stream": "stream cannot be set",
+    "early": "'0' of this Sequential has a hook for its reductions. Set hooks after",
+    "none": "None cannot be called",
+}
+
+
+def test_hooks_that_are_refused(ranks: Any) -> None:
+    for found in ranks(2).run(some_hooked):
+        for name, said in found.items():
+            assert HOOKS[name] in said, (name, said)
