@@ -26,6 +26,7 @@ from fxshard import verify
 from fxshard._torch import modes, trees
 from fxshard.bytesize import parse_bytes
 from fxshard.capture import normalize, other_sizes, shapes, trace
+from fxshard.capture.experts import require_split_tokens
 from fxshard.config.checked import Config, is_pass
 from fxshard.config.docs import with_options
 from fxshard.config.environment import environment
@@ -354,6 +355,7 @@ def make_program(
             [captured for (other, _), captured in captures.items() if other == key],
         )
         check_constants(model, units, made.constants)
+        require_split_tokens(made)
         captures[key, sizes] = made
     captured, passes = captures[key, sizes], passes_of(offloading(model, config))
     checkpoints = checkpointed_modules(model, config, units)

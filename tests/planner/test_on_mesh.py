@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
@@ -41,6 +42,12 @@ def of_experts(model: Any, mesh: DeviceMesh) -> None:
 def of_experts_and_tensors(model: Any, mesh: DeviceMesh) -> None:
     """Experts are spread over the ranks of a batch, in a mesh of their own."""
     experts.of_tensors(model, mesh["tp"])
+    of_experts(model, init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=("rest", "ep")))
+
+
+def of_experts_and_outputs(model: Any, mesh: DeviceMesh) -> None:
+    """Sequences are in full on all ranks of a batch, before experts too."""
+    parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
     of_experts(model, init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=("rest", "ep")))
 
 
@@ -93,6 +100,14 @@ def test_experts_are_planned_as_on_ranks_that_the_user_makes(case: str) -> None:
         theirs = fxshard.plan(model, call, world_size=size, **options)
         assert report == theirs.memory.to_dict()
         assert lines == collectives(theirs.program)
+
+
+def test_tokens_that_all_ranks_of_a_batch_send_are_refused() -> None:
+    """Experts would get each of them twice."""
+    model, call = experts.Net(), (experts.batch(0, 0),)
+    dims, function = {"dp": 2, "tp": 2}, of_experts_and_outputs
+    with pytest.raises(CaptureError, match=r"layers.0.moe.experts: each of the 2 ranks of 'tp'"):
+        fxshard.plan(model, call, mesh=dims, parallelize=function, data_sizes={"**.experts": 12})
 
 
 def test_a_plan_answers_when_its_ranks_are_gone() -> None:
