@@ -293,6 +293,8 @@ class Job:
             for name, param in model.named_parameters():
                 if "layers.1." in name and ("router" in name or "gate.weight" in name):
                     torch.nn.init.zeros_(param)  # equal scores: the first experts are chosen
+        if isinstance(model, OfTransformers) and self.dtype == torch.float64:
+            model.model.set_experts_implementation("batched_mm")  # the default takes no float64
         return model.to(self.dtype)
 
     @property
