@@ -76,6 +76,6 @@ def _is_part(node: fx.Node, ranks: int) -> bool:
     if not isinstance(first, torch.Tensor) or not isinstance(whole, torch.Tensor):
         return False
     return any(
-        part < size and part <= -(-size // ranks)
+        part < size and (part - 1) * ranks < size
         for part, size in zip(first.shape, whole.shape, strict=False)
     )

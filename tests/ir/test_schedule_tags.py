@@ -29,6 +29,7 @@ CHANGES: dict[str, Any] = {
     "waits": ("c77",),
     "checkpoint": 7,
     "save": True,
+    "offload": True,
     "recomputed": True,
     "call": 7,
     "line": "other.py:1 in other",
