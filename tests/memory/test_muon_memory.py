@@ -74,7 +74,9 @@ def test_bytes_on_each_rank(
     monkeypatch.setattr(full_matrices, "ROUND_BYTES", limit)
     plan = planned(ranks_of, name, **options)
     found = ranks(ranks_of).run(measured, name, limit, options)
-    assert compare(plan.memory, split_steps(found[0], STEPS)).max_abs_difference == 0
+    validation = compare(plan.memory, split_steps(found[0], STEPS))
+    where = validation.points, validation.table(only_different=True)
+    assert validation.max_abs_difference == 0, where
     peaks = []
     for rank, phases in enumerate(found):
         step = trace_step(plan.program, plan.config.optimizer, rank=rank)
