@@ -1,4 +1,7 @@
-"""Faults of different kinds, planted in the library: random programs must find each."""
+"""Faults of different kinds, planted in the library: random programs must find each.
+
+A fault gives wrong numbers or bytes. One that raises is stale: the library has changed beside it.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +100,9 @@ def frozen_parameter_stepped(patch: pytest.MonkeyPatch) -> None:
     """Every parameter gets a gradient, be it of zeros, and weight decay moves it."""
     right = step._gradients
 
-    def never_none(call: Any, results: Any, inputs: int) -> list[Tensor | None]:
-        out = right(call, results, inputs)
-        for slot in call.module.slots.values():
+    def never_none(call: Any, *rest: Any) -> list[Tensor | None]:
+        out = right(call, *rest)
+        for slot in call.runtime.slots.values():
             if not slot.param.requires_grad:
                 slot.tensor.requires_grad_()
                 slot.tensor.grad = torch.zeros_like(slot.tensor)
@@ -113,11 +116,11 @@ def tied_gradient_added_once(patch: pytest.MonkeyPatch) -> None:
     """A parameter with two names gets half of its gradient."""
     right = step._gradients
 
-    def half(call: Any, results: Any, inputs: int) -> list[Tensor | None]:
-        out = right(call, results, inputs)
-        for i, fqn in enumerate(step.differentiated(call.variant.program)):
+    def half(call: Any, *rest: Any) -> list[Tensor | None]:
+        out = right(call, *rest)
+        for i, fqn in enumerate(call.params):
             grad = out[i]
-            if grad is not None and len(call.module.slots[fqn].param.aliases) > 1:
+            if grad is not None and len(call.runtime.slots[fqn].param.aliases) > 1:
                 out[i] = grad * 0.5
         return out
 
@@ -141,7 +144,7 @@ def gradients_of_the_last_micro_batch_alone(patch: pytest.MonkeyPatch) -> None:
     right = step._backward_arguments
 
     def forgetful(call: Any, *rest: Any) -> list[list[Tensor]]:
-        for sums in call.module.accumulated.values():
+        for sums in call.runtime.accumulated.values():
             for total in sums:
                 total.zero_()
         return right(call, *rest)
@@ -153,8 +156,8 @@ def gradients_of_the_last_micro_batch_alone(patch: pytest.MonkeyPatch) -> None:
 def gradient_of_an_input_lost(patch: pytest.MonkeyPatch) -> None:
     right = step._gradients
 
-    def without_inputs(call: Any, results: Any, inputs: int) -> list[Tensor | None]:
-        out = right(call, results, inputs)
+    def without_inputs(call: Any, results: Any, inputs: int, *rest: Any) -> list[Tensor | None]:
+        out = right(call, results, inputs, *rest)
         return out[: len(out) - inputs] + [None] * inputs
 
     patch.setattr(step, "_gradients", without_inputs)
@@ -162,20 +165,17 @@ def gradient_of_an_input_lost(patch: pytest.MonkeyPatch) -> None:
 
 @fault()
 def wait_dropped(patch: pytest.MonkeyPatch) -> None:
-    """On real ranks: what was launched is waited for when it is freed, not when it is read."""
-    late: list[Any] = []
+    """Of a reduce-scatter on real ranks: gloo's writes what it returns at its wait."""
+    reduce_scatter, wait = c10d.C10dWorld.reduce_scatter, c10d.C10dWorld.wait
+    pairs: set[int] = set()
 
-    def keep(self: Any, tensors: Any, pair: int) -> None:
-        launch = self._launched.pop(pair)
-        if launch.work is not None:
-            late.append(launch.work)
+    def noted(self: Any, grads: Any, pair: int, *rest: Any, **options: Any) -> Any:
+        pairs.add(pair)
+        return reduce_scatter(self, grads, pair, *rest, **options)
 
-    right = c10d.C10dWorld.free
+    def dropping(self: Any, tensors: Any, pair: int) -> None:
+        if pair not in pairs:
+            wait(self, tensors, pair)
 
-    def free(self: Any, tensors: Any) -> None:
-        while late:
-            late.pop().wait()
-        right(self, tensors)
-
-    patch.setattr(c10d.C10dWorld, "wait", keep)
-    patch.setattr(c10d.C10dWorld, "free", free)
+    patch.setattr(c10d.C10dWorld, "reduce_scatter", noted)
+    patch.setattr(c10d.C10dWorld, "wait", dropping)

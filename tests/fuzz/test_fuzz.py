@@ -93,7 +93,7 @@ def test_planted_faults_are_found(
     cases = [case for case in map(here, range(HERE)) if reaches(case)][:WITHIN]
     plant(monkeypatch)
     sizes = name == "wrong_bytes_of_an_operator"
-    assert any(judged_here(case, sizes).kind not in ("right", "refused") for case in cases)
+    assert {"wrong", "bytes"} & {judged_here(case, sizes).kind for case in cases}
 
 
 def with_a_fault(name: str, rank: int, world_size: int, cases: list[Case]) -> list[object]:
@@ -106,4 +106,5 @@ def test_a_dropped_wait_is_found(ranks: Callable[[int], Ranks]) -> None:
     cases = [drawn_case(seed, processes=True) for seed in range(HERE, HERE + JOB)]
     some = [case for case in cases if case.ranks == 2][:4]
     job = functools.partial(with_a_fault, "wait_dropped")
-    assert failures(some, judged_on_ranks(some, ranks(2), sizes=False, job=job))
+    verdicts = judged_on_ranks(some, ranks(2), sizes=False, job=job)
+    assert "wrong" in {verdict.kind for verdict in verdicts}
