@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fxshard
 from fxshard.ir import ops
-from fxshard.runtime.world.backends import BACKENDS, backend_of
+from fxshard.runtime.world.backends import BACKENDS, as_bytes, backend_of
 from tests.oracles import count_collectives
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -34,7 +34,8 @@ def gather(shards: list[Tensor]) -> list[Tensor]:
     group = dist.group.WORLD
     assert group is not None
     buffers = [s.new_empty((s.shape[0] * group.size(), *s.shape[1:])) for s in shards]
-    for work in list(backend_of(group).all_gather(group, buffers, shards)):
+    flat = [as_bytes(b) for b in buffers], [as_bytes(s) for s in shards]
+    for work in list(backend_of(group).all_gather(group, *flat)):
         work.wait()
     return buffers
 
@@ -141,7 +142,8 @@ def many_in_flight(rank: int, world_size: int) -> None:
     for i in range(64):
         shards = [torch.full((3, 2), float(i + rank)), torch.full((2,), 100.0 + i + rank)]
         buffers = [s.new_empty((s.shape[0] * world_size, *s.shape[1:])) for s in shards]
-        works += backend_of(group).all_gather(group, buffers, shards)
+        flat = [as_bytes(b) for b in buffers], [as_bytes(s) for s in shards]
+        works += backend_of(group).all_gather(group, *flat)
         checks += [
             (b, torch.cat([s - rank + r for r in range(world_size)]))
             for b, s in zip(buffers, shards, strict=True)

@@ -62,18 +62,17 @@ class Backend:
     def all_gather(
         self, group: Any, buffers: Sequence[Tensor], shards: Sequence[Tensor]
     ) -> Iterator[dist.Work]:
-        """Gather each of `shards` into the buffer beside it, as bytes; yields works in flight.
+        """Gather each of `shards` into the buffer beside it; yields works in flight.
 
         Args:
             group: the process group.
-            buffers: contiguous, ``[size * rows, ...]``, one per shard.
-            shards: contiguous, ``[rows, ...]``, of any dtype.
+            buffers: flat, `as_bytes`, one per shard.
+            shards: the same.
         """
-        into, sent = [as_bytes(b) for b in buffers], [as_bytes(s) for s in shards]
         if self.coalesces_gathers:
-            yield group.allgather_into_tensor_coalesced(into, sent)
+            yield group.allgather_into_tensor_coalesced(buffers, shards)
             return
-        for buffer, shard in zip(into, sent, strict=True):
+        for buffer, shard in zip(buffers, shards, strict=True):
             yield process_groups.all_gather_single(buffer, shard, group=group, async_op=True)
 
 

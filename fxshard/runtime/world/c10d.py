@@ -19,7 +19,8 @@ from fxshard._torch import optimizers, process_groups
 from fxshard.ir import layout, ops
 from fxshard.ir.tensor_parallel import among, group_name
 from fxshard.runtime.world.agreement import AgreeingRank
-from fxshard.runtime.world.backends import as_real, backend_of
+from fxshard.runtime.world.aliases import Aliases
+from fxshard.runtime.world.backends import as_bytes, as_real, backend_of
 from fxshard.runtime.world.peers import Peers
 
 OPS: dict[str, Any] = {
@@ -38,9 +39,17 @@ def _default_group() -> dist.ProcessGroup:
 
 @dataclasses.dataclass
 class _Launch:
-    """What is in flight of one launch: works of torch.distributed."""
+    """What is in flight of one launch: works of torch.distributed, and what they have."""
 
     works: list[dist.Work] = dataclasses.field(default_factory=list)
+    held: Aliases = dataclasses.field(default_factory=Aliases)
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """What to give to a collective in place of `tensor`."""
+        return self.held.of(tensor)
+
+    def aliases(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [self.held.of(tensor) for tensor in tensors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +176,8 @@ class C10dWorld(AgreeingRank):
         size = members.size()
         buffers = [s.new_empty(layout.gathered(s.shape, size)) for s in shards]
         with self._launch(ops.all_gather, pair, group) as launch:
-            for work in backend_of(members).all_gather(members, buffers, shards):
-                launch.works.append(work)
+            into, sent = list(map(as_bytes, buffers)), launch.aliases(map(as_bytes, shards))
+            launch.works += backend_of(members).all_gather(members, into, sent)
         return buffers
 
     def reduce_scatter(
@@ -180,7 +189,7 @@ class C10dWorld(AgreeingRank):
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
         with self._launch(ops.reduce_scatter, pair, group) as launch:
-            into, sent = list(map(as_real, results)), list(map(as_real, grads))
+            into, sent = list(map(as_real, results)), launch.aliases(map(as_real, grads))
             launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
         return results
 
@@ -193,7 +202,7 @@ class C10dWorld(AgreeingRank):
         with self._launch(ops.all_reduce, pair, group) as launch:
             # Flat: gloo copies the one tensor of a launch back from a view of its shape, which must
             # have its strides, also those of dimensions with one element.
-            sent = [as_real(grad).view(-1) for grad in grads]
+            sent = launch.aliases(as_real(grad).view(-1) for grad in grads)
             launch.works.append(self.groups[group].allreduce_coalesced(sent, options))
         return grads
 
@@ -203,14 +212,10 @@ class C10dWorld(AgreeingRank):
         made = [tensor.clone() for tensor in tensors]
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[op]
-        self._issued += 1
-        with self.explained(group):
-            for tensor in made:
-                work = self.groups[group].allreduce([as_real(tensor).view(-1)], options)
-                if self.cuda is None:
-                    self.finish(work)
-                else:
-                    work.wait()  # the compute stream, not the host
+        with self._at_once(group) as launch:
+            sent = [as_real(tensor).view(-1) for tensor in made]
+            call = self.groups[group].allreduce
+            launch.works += [call([each], options) for each in launch.aliases(sent)]
         return made
 
     def all_to_all(
@@ -222,14 +227,10 @@ class C10dWorld(AgreeingRank):
             into, sent: flat; the parts from and for each rank, one after the other.
             received, given: their lengths in elements.
         """
-        self._issued += 1
-        with self.explained("shard"):
-            lengths = list(received), list(given)
-            work = self.groups["shard"].alltoall_base(into, sent, *lengths)
-            if self.cuda is None:
-                self.finish(work)
-            else:
-                work.wait()  # the compute stream, not the host
+        lengths = list(received), list(given)
+        with self._at_once("shard") as launch:
+            call = self.groups["shard"].alltoall_base
+            launch.works.append(call(launch.alias(into), launch.alias(sent), *lengths))
 
     def model_all_gather(
         self, tensors: list[Tensor], pair: int, group: str, ranks: str
@@ -238,8 +239,8 @@ class C10dWorld(AgreeingRank):
         size = members.size()
         buffers = [t.new_empty(layout.gathered(t.shape, size)) for t in tensors]
         with self._launch(ops.model_all_gather, pair, group, stream=group) as launch:
-            for work in backend_of(members).all_gather(members, buffers, tensors):
-                launch.works.append(work)
+            into, sent = list(map(as_bytes, buffers)), launch.aliases(map(as_bytes, tensors))
+            launch.works += backend_of(members).all_gather(members, into, sent)
         return buffers
 
     def model_reduce_scatter(
@@ -250,7 +251,7 @@ class C10dWorld(AgreeingRank):
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
         with self._launch(ops.model_reduce_scatter, pair, group, stream=group) as launch:
-            into, sent = list(map(as_real, results)), list(map(as_real, tensors))
+            into, sent = list(map(as_real, results)), launch.aliases(map(as_real, tensors))
             launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
         return results
 
@@ -263,8 +264,8 @@ class C10dWorld(AgreeingRank):
         with self._launch(ops.model_all_reduce, pair, group, stream=group) as launch:
             for copy, tensor in zip(made, tensors, strict=True):
                 copy.copy_(tensor)
-                work = process_groups.called(ranks).allreduce([as_real(copy)], options)
-                launch.works.append(work)
+                sent = launch.aliases([as_real(copy)])
+                launch.works.append(process_groups.called(ranks).allreduce(sent, options))
         return made
 
     def model_all_to_all(
@@ -280,8 +281,8 @@ class C10dWorld(AgreeingRank):
         lengths = list(into), list(sent)
         with self._launch(ops.model_all_to_all, pair, group, stream=group) as launch:
             for rows, tensor in zip(made, tensors, strict=True):
-                works = process_groups.called(ranks).alltoall_base(rows, tensor, *lengths)
-                launch.works.append(works)
+                call = process_groups.called(ranks).alltoall_base
+                launch.works.append(call(launch.alias(rows), launch.alias(tensor), *lengths))
         return made
 
     def model_broadcast(
@@ -293,7 +294,8 @@ class C10dWorld(AgreeingRank):
         with self._launch(ops.model_broadcast, pair, group, stream=group) as launch:
             for copy, tensor in zip(made, tensors, strict=True):
                 copy.copy_(tensor)
-                launch.works.append(process_groups.called(ranks).broadcast([copy], options))
+                held = launch.aliases([copy])
+                launch.works.append(process_groups.called(ranks).broadcast(held, options))
         return made
 
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
@@ -372,8 +374,8 @@ class C10dWorld(AgreeingRank):
 
     def wait(self, tensors: list[Tensor], pair: int) -> None:
         with self.explained("shard" if "shard" in self.groups else "replicate"):
-            for work in self._launched.get(pair, _Launch()).works:  # nothing, of what was kept
-                self.finish(work)
+            if pair in self._launched:  # it is not, if what it gathers was kept
+                self._finish(self._launched[pair])
         self._launched.pop(pair, None)
 
     def synchronize(self, stream: str) -> None:
@@ -415,6 +417,25 @@ class C10dWorld(AgreeingRank):
             if self.cuda is not None:
                 while launch.works:
                     launch.works.pop().wait()  # the stream waits for NCCL's stream, not the host
+
+    @contextlib.contextmanager
+    def _at_once(self, group: str) -> Iterator[_Launch]:
+        """Works that are over before the next operator reads what they write."""
+        self._issued += 1
+        launch = _Launch()
+        with self.explained(group):
+            yield launch
+            if self.cuda is None:
+                self._finish(launch)
+            else:
+                for work in launch.works:
+                    work.wait()  # the compute stream, not the host
+
+    def _finish(self, launch: _Launch) -> None:
+        """Wait on the host for all of a launch; it holds no memory any more."""
+        for work in launch.works:
+            self.finish(work)
+        launch.held.drop()
 
     def _stream(self, name: str) -> Any:
         if name == "compute":

@@ -1,0 +1,88 @@
+"""What a rank has sent is given back when its work is over, on gloo ranks."""
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fxshard.runtime.world.aliases import Aliases
+from fxshard.runtime.world.c10d import C10dWorld
+from tests.ranks import Ranks
+
+LONG = 60.0  # seconds: more than any thread waits to be run
+
+
+def test_memory_is_given_back_though_an_alias_is_kept() -> None:
+    tensor, aliases = torch.ones(2), Aliases()
+    kept = aliases.of(tensor)
+    storage = weakref.ref(tensor.untyped_storage())
+    del tensor
+    assert storage() is not None and kept.sum() == 2
+    aliases.drop()
+    assert storage() is None and kept.numel() == 0
+
+
+def test_an_alias_is_the_tensor() -> None:
+    tensor = torch.ones(2, 3).t()
+    alias = Aliases().of(tensor)
+    assert alias is not tensor and alias.stride() == tensor.stride()
+    assert alias.data_ptr() == tensor.data_ptr()
+
+
+# -- on ranks ---------------------------------------------------------------------------------
+
+
+def launched(world: C10dWorld, name: str, sent: Tensor) -> list[Tensor]:
+    """A collective, and its wait."""
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    launches: dict[str, Callable[[], list[Tensor]]] = {
+        "all_gather": lambda: world.all_gather([sent], 0),
+        "reduce_scatter": lambda: world.reduce_scatter([sent], 0),
+        "all_reduce": lambda: world.all_reduce([sent], 0, "shard"),
+        "reduce_now": lambda: world.reduce_now([sent]),
+        "all_to_all": lambda: (
+            [world.all_to_all(made := torch.empty(4), sent, [2, 2], [2, 2])] and [made]
+        ),
+        "model_all_gather": lambda: world.model_all_gather([sent], 0, "tp", group),
+        "model_reduce_scatter": lambda: world.model_reduce_scatter([sent], 0, "tp", group, "sum"),
+        "model_all_reduce": lambda: world.model_all_reduce([sent], 0, "tp", group, "sum"),
+        "model_all_to_all": lambda: world.model_all_to_all([sent], 0, "tp", group, [2, 2], [2, 2]),
+        "model_broadcast": lambda: world.model_broadcast([sent], 0, "tp", group, 0),
+    }
+    made = launches[name]()
+    if name not in ("reduce_now", "all_to_all"):
+        world.wait(made, 0)
+    return made
+
+
+COLLECTIVES = (
+    *("all_gather", "reduce_scatter", "all_reduce", "reduce_now", "all_to_all"),
+    *("model_all_gather", "model_reduce_scatter", "model_all_reduce", "model_all_to_all"),
+    "model_broadcast",
+)
+
+
+def alive_after(rank: int, world_size: int, times: int) -> dict[str, int]:
+    """Per collective, how often memory was alive after its wait, and its tensors' deletion."""
+    world = C10dWorld(init_device_mesh("cpu", (world_size,)))
+    found = dict.fromkeys(COLLECTIVES, 0)
+    for name in COLLECTIVES * times:
+        sent = torch.ones(4)
+        made = launched(world, name, sent)
+        # gloo holds views of what an all-gather writes; those of parameters are freed explicitly.
+        written = () if "gather" in name else made
+        storages = [weakref.ref(t.untyped_storage()) for t in (sent, *written)]
+        del sent, made, written
+        found[name] += any(storage() is not None for storage in storages)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_no_collective_holds_memory_after_its_wait(
+    ranks: Callable[[int], Ranks], world_size: int
+) -> None:
+    assert ranks(world_size).run(alive_after, 100) == [dict.fromkeys(COLLECTIVES, 0)] * world_size
