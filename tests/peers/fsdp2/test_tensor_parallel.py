@@ -78,7 +78,7 @@ def stacked(
     ref = nn.Sequential(MLP(dim, multiplier=3), MLP(dim), MLP(dim, multiplier=3))
     plan = {
         "*.in_proj": ColwiseParallel(use_local_output=False),
-        "*.out_proj": RowwiseParallel(use_local_output=False),
+        "[01].out_proj": RowwiseParallel(use_local_output=False),
         "2.out_proj": RowwiseParallel(),
     }
     model: Any = parallelize_module(copy.deepcopy(ref), mesh["tp"], plan)
