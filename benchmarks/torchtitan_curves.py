@@ -4,7 +4,7 @@
     pip install torchdata datasets tokenizers safetensors tensorboard tyro tabulate einops pillow
     python -m benchmarks.torchtitan_curves PATH_OF_THE_CLONE
 
-Runs ``torchtitan.train.Trainer`` on two gloo ranks: its configuration, its models (the debug
+Runs ``torchtitan.train.Trainer`` on two gloo ranks (beside tensor parallelism four): its configuration, its models (the debug
 flavors of Llama 3 and Qwen 3, in bf16), its tokenizer, its loader of text, its optimizer, metrics
 and checkpoints. From a seed checkpoint that torchtitan's trainer made in one process (on a CPU,
 FSDP2 fills a model from meta with other numbers than one process would), it trains `STEPS` steps of
@@ -57,7 +57,10 @@ HALF = STEPS // 2
 CASES = (
     *("llama3, none", "llama3, selective", "llama3, full", "qwen3, selective"),
     "qwen3 experts, none",  # spread over the ranks
+    "llama3 tensor, none",  # 2 x 2 ranks
 )
+# Beside data parallelism, of degree 2: the option, and how many ranks there are.
+BESIDE = {"experts": ("expert", 2), "tensor": ("tensor", 4)}
 OURS = "fxshard.integrations.torchtitan"
 NAMES = {"torchtitan": "{}", "fxshard": "fxshard.{}"}  # of a model, as ``--model.name`` says it
 Curve = list[tuple[float, float]]  # the mean loss of all ranks and the norm of gradients, by step
@@ -107,7 +110,8 @@ def curve(clone: str, folder: str, by: str, model: str, options: list[str]) -> C
     sys.path.insert(0, clone)
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     train = imported()
-    model, _, experts = model.partition(" ")
+    model, _, beside = model.partition(" ")
+    experts = beside == "experts"
     flavor = "debugmodel_moe" if experts else "debugmodel"
     said = {
         "job.dump_folder": folder,
@@ -127,8 +131,8 @@ def curve(clone: str, folder: str, by: str, model: str, options: list[str]) -> C
         "metrics.log_freq": 1,
         "debug.seed": 0,
     }
-    if experts and dist.get_world_size() > 1:
-        said["parallelism.expert_parallel_degree"] = dist.get_world_size()
+    if beside and dist.get_world_size() > 1:
+        said[f"parallelism.{BESIDE[beside][0]}_parallel_degree"] = 2
     arguments = [text for name, value in said.items() for text in (f"--{name}", str(value))]
     spec = importlib.import_module(f"torchtitan.models.{model}").get_train_spec()
     if hasattr(spec.model_args[flavor], "enable_weight_tying"):
@@ -165,6 +169,8 @@ def both(clone: str, folder: Path, model: str, checkpoint: str) -> dict[str, Any
     """The curves by torch's FSDP2 and by fxshard; and by each from the other's checkpoint."""
     found: dict[str, Any] = {}
 
+    _, ranks = BESIDE.get(model.partition(" ")[2], ("", 2))
+
     def run(ranks: int, by: str, saved: str, *options: str) -> Curve:
         how = ["--activation_checkpoint.mode", checkpoint, "--checkpoint.folder", saved]
         how += ["--activation_checkpoint.selective_ac_option", "op"]
@@ -176,11 +182,11 @@ def both(clone: str, folder: Path, model: str, checkpoint: str) -> dict[str, Any
     run(1, "torchtitan", "seed", "--checkpoint.create_seed_checkpoint")
     for by in NAMES:
         shutil.copytree(folder / "seed", folder / by)
-        found[by] = run(2, by, by)
+        found[by] = run(ranks, by, by)
     for by, other in (("torchtitan", "fxshard"), ("fxshard", "torchtitan")):
         shutil.rmtree(folder / other / f"step-{STEPS}")  # or it would be there already
         options = ("--checkpoint.load_step", str(HALF))
-        found[f"{by}, from {other}'s step {HALF}"] = run(2, by, other, *options)
+        found[f"{by}, from {other}'s step {HALF}"] = run(ranks, by, other, *options)
     ends = [each[-(STEPS - HALF) :] for each in found.values()]
     equal = found["torchtitan"] == found["fxshard"] and all(end == ends[0] for end in ends)
     return {**found, "equal": equal}

@@ -42,6 +42,7 @@ def register_train_spec(name, spec):
 """,
     "models/llama3/infra.py": """
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 def apply_fsdp(model, mesh):
     for block in model.layers.values():
@@ -52,6 +53,8 @@ def apply_fsdp(model, mesh):
 def parallelize_llama(model, parallel_dims, job_config):
     if job_config is None:
         raise ValueError("no configuration")
+    if parallel_dims.tp_enabled:
+        parallelize_module(model, parallel_dims.get_mesh("tp"), {"output": ColwiseParallel()})
     apply_fsdp(model, parallel_dims.get_mesh("fsdp"))
     return model
 """,
@@ -132,9 +135,23 @@ def dims(specs: dict[str, Any]) -> Iterator[Any]:
 
             yield ParallelDims(1, 2, 1, 1, 1, 1, 1, 2)
             return
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        off = dict.fromkeys(("tp_enabled", "cp_enabled", "ep_enabled"), False)
-        yield SimpleNamespace(fsdp_enabled=True, get_mesh=lambda name: mesh, **off)
+        yield stand_in(torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+
+
+def stand_in(mesh: Any) -> Any:
+    """For torchtitan's `ParallelDims`, of some dimensions of a mesh."""
+    on = {f"{name}_enabled": name in mesh.mesh_dim_names for name in ("fsdp", "tp", "cp", "ep")}
+    return SimpleNamespace(get_mesh=lambda name: mesh[name], **on)
+
+
+def dims_beside_tensor_parallelism(specs: dict[str, Any]) -> Any:
+    """torchtitan's own, of 2 x 2 ranks, if it is there."""
+    if "torchtitan.distributed" in sys.modules:
+        from torchtitan.distributed import ParallelDims
+
+        return ParallelDims(1, 2, 1, 2, 1, 1, 1, 4)
+    names = ("fsdp", "tp")
+    return stand_in(torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
 
 
 def model_of(spec: Any) -> Any:
@@ -166,6 +183,25 @@ def test_a_model_is_torchtitans_but_for_what_shards_it(
     assert len(sharded(model)) > 3 and sharded(model) == sharded(theirs)
 
 
+def test_tensor_parallelism_is_torchtitans(specs: dict[str, Any]) -> None:
+    """What it trains: `benchmarks/torchtitan_curves.py`, tests/distributed/test_tensor_parallel."""
+    ours, torchs = (
+        specs["fxshard.llama3"],
+        importlib.import_module("torchtitan.models.llama3").get_train_spec(),
+    )
+    with process_groups.fake_process_group(0, 4):
+        dims = dims_beside_tensor_parallelism(specs)
+        model = ours.parallelize_fn(model_of(ours), dims, config())
+        theirs = torchs.parallelize_fn(model_of(torchs), dims, config())
+        for (name, param), (_, other) in zip(
+            model.named_parameters(), theirs.named_parameters(), strict=True
+        ):
+            found = param.device_mesh.mesh_dim_names, param.placements, param.to_local().shape
+            wanted = other.device_mesh.mesh_dim_names, other.placements, other.to_local().shape
+            assert found == wanted, name
+        assert "tp" in model.output.weight.device_mesh.mesh_dim_names
+
+
 def test_after_an_error_torchs_function_is_back(specs: dict[str, Any], dims: Any) -> None:
     ours = specs["fxshard.llama3"]
     apply_fsdp = ours.parallelize_fn.__closure__[0].cell_contents.__globals__["apply_fsdp"]
@@ -177,20 +213,19 @@ def test_after_an_error_torchs_function_is_back(specs: dict[str, Any], dims: Any
 @pytest.mark.parametrize(
     ("flag", "option"),
     [
-        ("tp_enabled", "tensor_parallel_degree: "),
         ("cp_enabled", "context_parallel_degree: "),
         ("fsdp_enabled", "data_parallel_shard_degree is 1: "),
     ],
 )
 def test_other_parallelisms_are_refused(flag: str, option: str, specs: dict[str, Any]) -> None:
-    flags = dict.fromkeys(("tp_enabled", "cp_enabled", "ep_enabled"), False)
-    asked = SimpleNamespace(**{"fsdp_enabled": True, **flags, flag: flag != "fsdp_enabled"})
+    flags = {"fsdp_enabled": True, "cp_enabled": False, "ep_enabled": False}
+    asked = SimpleNamespace(**{**flags, flag: not flags[flag]})
     with pytest.raises(fxshard.ConfigError, match=rf"^parallelism\.{option}.*torchtitan's own"):
         specs["fxshard.llama3"].parallelize_fn(torch.nn.Linear(2, 2), asked, config())
 
 
 def test_kernels_that_send_tokens_are_refused(specs: dict[str, Any]) -> None:
-    flags = {"fsdp_enabled": True, "tp_enabled": False, "cp_enabled": False, "ep_enabled": True}
+    flags = {"fsdp_enabled": True, "cp_enabled": False, "ep_enabled": True}
     asked = config()
     asked.parallelism.expert_parallel_comm_backend = "deepep"
     with pytest.raises(fxshard.ConfigError, match=r"comm_backend is 'deepep': .*'standard'"):

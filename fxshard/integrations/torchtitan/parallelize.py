@@ -53,16 +53,12 @@ def _refuse(parallel_dims: Any, job_config: Any) -> None:
     Raises:
         ConfigError: the configuration asks for it.
     """
-    said = {
-        "parallelism.tensor_parallel_degree": parallel_dims.tp_enabled,
-        "parallelism.context_parallel_degree": parallel_dims.cp_enabled,
-    }
-    for option, is_on in said.items():
-        if is_on:
-            raise fxshard.ConfigError(
-                f"{option}: fxshard shards over data-parallel ranks, and those of experts, alone. "
-                "Set it to 1, or use torchtitan's own model."
-            )
+    if parallel_dims.cp_enabled:
+        raise fxshard.ConfigError(
+            "parallelism.context_parallel_degree: torchtitan distributes each attention by a style "
+            "of torch's that fxshard does not trace. Set it to 1, or use torchtitan's own model; in "
+            "a loop of your own, torch's context_parallel works."
+        )
     backend = getattr(job_config.parallelism, "expert_parallel_comm_backend", "standard")
     if parallel_dims.ep_enabled and backend != "standard":
         raise fxshard.ConfigError(
