@@ -99,6 +99,13 @@ def _first_names(program: Program) -> dict[str, str]:
     return {alias: p.fqn for p in params for alias in p.aliases}
 
 
+def _known(name: str, first: dict[str, str]) -> str:
+    """The first name of a parameter. A ``checkpoint_wrapper`` around the model itself leaves its
+    own name out of those of parameters, which the trace, from outside, cannot know.
+    """
+    return first[name if name in first else name.partition(".")[2]]
+
+
 def _tag_placeholders(program: Program, sources: list[Any]) -> None:
     """Tag placeholders by their descriptor, never by their position.
 
@@ -111,7 +118,7 @@ def _tag_placeholders(program: Program, sources: list[Any]) -> None:
         kind, source = export.input_source(desc)
         if kind in ("param", "inner param"):
             name, inner = (source, "") if kind == "param" else source
-            fqn = first[_fqn(name)]
+            fqn = _known(_fqn(name), first)
             role: tags.Role = "param" if fqn in program.params else "ignored"
             tags.put(node, tags.Meta("forward", role, fqn=fqn, inner=inner))
         elif kind == "buffer":
@@ -269,7 +276,7 @@ def _set_results(
                 raise CaptureError(learned_buffer(_fqn(name)))
             _refuse_sparse(name, value)
             if what == "param":
-                program.results.append(Result("grad", first[_fqn(name)]))
+                program.results.append(Result("grad", _known(_fqn(name), first)))
             else:
                 position = positions[name]
                 program.results.append(Result("grad", f"input[{position}]"))

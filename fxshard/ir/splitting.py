@@ -61,9 +61,11 @@ def find_units(
     fqns = ["", *(name for name, _ in model.named_modules() if name and name in together)]
     # Not by name: that of a module may be a method's ("half"), and wrappers leave theirs out.
     holders: dict[int, nn.Module] = {}
-    for module in model.modules():
+    places: dict[int, list[str]] = {}  # names of the holders
+    for path, module in model.named_modules(remove_duplicate=False):
         for param in module._parameters.values():
             holders.setdefault(id(param), module)
+            places.setdefault(id(param), []).append(path)
     names: dict[int, list[str]] = {}
     by_id: dict[int, nn.Parameter] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -84,7 +86,7 @@ def find_units(
                 f"would reduce its gradient over the other dimensions of the mesh. Leave it to "
                 f"fxshard, or leave it out of the plan of parallelize_module."
             )
-        owner = unit_of(aliases, index)
+        owner = unit_of(places[key], index)
         (left_out if key in out_params else members)[owner].append(
             Param(
                 fqn=aliases[0],

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint as recomputed
 
 import fxshard
 from tests.oracles import Collectives, count_collectives
@@ -116,24 +118,28 @@ def test_resharding_is_changed_by_a_method(ranks: Any, reshard: Any, recurse: bo
 class Widths(nn.Module):
     """A root and three layers, each of another size, so that its collectives are known by it."""
 
-    def __init__(self) -> None:
+    def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
+        self.recomputes = recomputes
         self.layers = nn.ModuleList(MLP(8, multiplier=i, bias=False) for i in (2, 3, 4))
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Any) -> Any:
         x = x * self.scale
         for layer in self.layers:
-            x = layer(x)
+            x = recomputed(layer, x, use_reentrant=False) if self.recomputes else layer(x)
         return x * self.scale
 
 
 ROOT, LAYERS = 8 * 4, [i * 2 * 64 * 4 for i in (2, 3, 4)]  # bytes
 
 
-def order(rank: int, world_size: int, reshard: Any, forwards: int) -> None:
+def order(rank: int, world_size: int, reshard: Any, forwards: int, how: str) -> None:
     """A unit is gathered in backward before the gradients of the one before it are reduced."""
-    model = made(Widths)
+    model = made(lambda: Widths(how == "utils"))
+    if how == "composable":
+        for layer in model.layers:
+            checkpoint(layer)
     shard(model, reshard_after_forward=reshard)
     names = dict(zip([ROOT, *LAYERS], ["root", "0", "1", "2"], strict=True))
 
@@ -156,10 +162,12 @@ def order(rank: int, world_size: int, reshard: Any, forwards: int) -> None:
         model.zero_grad()
 
 
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("how", ["plain", "utils", "composable"])
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_backward_gathers_one_unit_ahead(ranks: Any, reshard: Any, forwards: int) -> None:
-    ranks(4 if reshard == 2 else 2).run(order, reshard, forwards)
+def test_backward_gathers_one_unit_ahead(ranks: Any, reshard: Any, forwards: int, how: str) -> None:
+    ranks(4 if reshard == 2 else 2).run(order, reshard, forwards, how)
 
 
 # -- division --------------------------------------------------------------------------------------

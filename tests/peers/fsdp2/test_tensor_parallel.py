@@ -1,12 +1,14 @@
 """What torch's tests of `fully_shard` do on meshes with tensor parallelism; those of FSDP1 too."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Shard
@@ -61,6 +63,66 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], norm_type: float
 
 def test_two_dimensions_train_as_data_parallelism(ranks: Any) -> None:
     ranks(4).run(trained, (2, 2), 2.0)
+
+
+def stacked(
+    rank: int, world_size: int, shape: tuple[int, ...], dim: int, reshard: bool, recomputes: bool
+) -> None:
+    """Neither dimension of the mesh divides all rows: activations are DTensors, which know of it.
+    Beside data parallelism alone."""
+    names = ("dp", "tp") if len(shape) == 2 else ("replicate", "dp", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    data = mesh[names[:-1]]
+    group = (data if data.ndim == 1 else data._flatten("data")).get_group()
+    torch.manual_seed(42)
+    ref = nn.Sequential(MLP(dim, multiplier=3), MLP(dim), MLP(dim, multiplier=3))
+    plan = {
+        "*.in_proj": ColwiseParallel(use_local_output=False),
+        "[01].out_proj": RowwiseParallel(use_local_output=False),
+        "2.out_proj": RowwiseParallel(),
+    }
+    model: Any = parallelize_module(copy.deepcopy(ref), mesh["tp"], plan)
+    for module in model:
+        if recomputes:
+            checkpoint(module)
+        fxshard.fully_shard(module, mesh=data, reshard_after_forward=reshard)
+    fxshard.fully_shard(model, mesh=data, reshard_after_forward=reshard)
+    optimizers = adam(ref), adam(model)
+    torch.manual_seed(43 + rank // shape[-1])
+    for _ in range(10):
+        x = torch.randn(8, dim)
+        losses = [each(x).sum() for each in (ref, model)]
+        for loss in losses:
+            loss.backward()
+        assert_close(*losses)
+        average_grads(ref, group)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for param in model.parameters():
+        assert isinstance(param, DTensor) and param.device_mesh.mesh_dim_names == names
+
+
+STACKS = pytest.mark.parametrize(
+    ("dim", "reshard", "recomputes"),
+    list(itertools.product([3, 5, 16, 17], [False, True], [False, True])),
+)
+
+
+@pytest.mark.sample(2)
+@STACKS
+def test_two_dimensions_that_do_not_divide_the_rows(
+    ranks: Any, dim: int, reshard: bool, recomputes: bool
+) -> None:
+    ranks(4).run(stacked, (2, 2), dim, reshard, recomputes)
+
+
+@pytest.mark.slow
+@STACKS
+def test_three_dimensions_that_do_not_divide_the_rows(
+    ranks: Any, dim: int, reshard: bool, recomputes: bool
+) -> None:
+    ranks(8).run(stacked, (2, 2, 2), dim, reshard, recomputes)
 
 
 @pytest.mark.slow

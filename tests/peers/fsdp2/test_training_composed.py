@@ -169,9 +169,11 @@ def in_chunks(model: Any, tokens: Tensor, count: int = 4) -> tuple[float, list[T
     return total, seen
 
 
-def chunks(rank: int, world_size: int, reshard: bool) -> None:
+def chunks(rank: int, world_size: int, reshard: bool | int, recomputes: bool) -> None:
     model = made(lambda: Chunked().double())
     ref = copy.deepcopy(model)
+    if recomputes:
+        checkpoint(model.body)
     shard(model, reshard_after_forward=reshard)
     both = [(ref, adam(ref)), (model, adam(model))]
     tokens = torch.randint(128, (2, 16))
@@ -190,9 +192,11 @@ def chunks(rank: int, world_size: int, reshard: bool) -> None:
             optim.zero_grad(set_to_none=step % 2 == 0)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_head_is_called_by_chunks(ranks: Any, reshard: bool) -> None:
-    ranks(2).run(chunks, reshard)
+@pytest.mark.parametrize(
+    ("reshard", "recomputes"), [(True, False), (False, False), (1, False), (True, True)]
+)
+def test_a_head_is_called_by_chunks(ranks: Any, reshard: bool | int, recomputes: bool) -> None:
+    ranks(2).run(chunks, reshard, recomputes)
 
 
 class Between(nn.Module):

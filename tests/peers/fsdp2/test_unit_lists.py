@@ -302,7 +302,8 @@ def toggle(model: Any, on: bool) -> None:
             assert not model._fxshard._lying
 
 
-@pytest.mark.parametrize(("reshard", "tied"), [(True, False), (False, True)])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
 def test_what_stays_unsharded_of_a_larger_unit(ranks: Any, reshard: bool, tied: bool) -> None:
     ranks(2).run(toggled_chunks, reshard, tied)
 
@@ -312,18 +313,23 @@ def test_chunks_of_a_head_under_accumulation(ranks: Any, reshard: bool) -> None:
     ranks(2).run(accumulated_chunks, reshard)
 
 
-def cast_chunks(rank: int, world_size: int, everywhere: bool) -> None:
-    """Outputs in bf16, of the inner units alone or of the root too; a unit each is the same."""
+def cast_chunks(rank: int, world_size: int, reshard: bool, tied: bool, everywhere: bool) -> None:
+    """Outputs in bf16, of the inner units alone or of the root too; a unit each is the same.
+
+    Of tied parameters, which are in one unit in any case, dtypes alone are compared."""
+    options = {"reshard_after_forward": reshard}
     inner = MixedPrecisionPolicy(torch.float32, output_dtype=torch.bfloat16)
     root = inner if everywhere else MixedPrecisionPolicy(torch.float32)
     found = []
-    for together in (True, False):
-        model = made(Chunked)
-        fxshard.fully_shard(model.embed, mp_policy=root)
-        fxshard.fully_shard(model.body, mp_policy=root)
-        for part in [[model.norm, model.head]] if together else [model.norm, model.head]:
-            fxshard.fully_shard(part, mp_policy=inner)
-        fxshard.fully_shard(model, mp_policy=root)
+    for together in (True,) if tied else (True, False):
+        model = made(lambda: Chunked(tied=tied))
+        parts = [model.norm, model.head]
+        if not tied:
+            fxshard.fully_shard(model.embed, mp_policy=root, **options)
+        fxshard.fully_shard(model.body, mp_policy=root, **options)
+        for part in [[model.embed, *parts] if tied else parts] if together else parts:
+            fxshard.fully_shard(part, mp_policy=inner, **options)
+        fxshard.fully_shard(model, mp_policy=root, **options)
         torch.manual_seed(3)
         tokens = torch.randint(128, (2, 16))
         hidden = model(tokens, skip_head=True)
@@ -336,9 +342,14 @@ def cast_chunks(rank: int, world_size: int, everywhere: bool) -> None:
             grads.append(part.grad)
         hidden.backward(torch.cat(grads, 1).to(hidden.dtype))
         found.append([param.grad.to_local().clone() for param in model.parameters()])
-    assert_close(found[0], found[1])
+    for other in found[1:]:
+        assert_close(found[0], other)
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_outputs_of_a_head_of_a_larger_unit_are_cast(ranks: Any, everywhere: bool) -> None:
-    ranks(2).run(cast_chunks, everywhere)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_outputs_of_a_head_of_a_larger_unit_are_cast(
+    ranks: Any, reshard: bool, tied: bool, everywhere: bool
+) -> None:
+    ranks(2).run(cast_chunks, reshard, tied, everywhere)

@@ -322,6 +322,40 @@ def buffers(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
+def some_buffers(rank: int, world_size: int, hybrid: bool, reshard: bool, count: int) -> None:
+    """In bf16, beside the same model with the default: the numbers are the same."""
+    mesh = init_device_mesh("cpu", (2, 2) if hybrid else (4,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    model = made(lambda: Transformer(Args(tied=False)))
+    tokens, pair = model.tokens(2, 16), (copy.deepcopy(model), model)
+    for each in pair:
+        shard(each, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    model.set_reduce_scatter_max_input_buffers(count)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in pair]
+    for _ in range(3):
+        losses = [each(tokens).sum() for each in pair]
+        for loss in losses:
+            loss.backward()
+        assert_close(*losses)
+        for ours, theirs in zip(*(each.parameters() for each in pair), strict=True):
+            assert_close(ours.grad.to_local(), theirs.grad.to_local())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(*(each.parameters() for each in pair), strict=True):
+            assert_close(ours.to_local(), theirs.to_local())
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshards", "stays"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_numbers_of_buffers_change_no_number(
+    ranks: Any, count: int, reshard: bool, hybrid: bool
+) -> None:
+    ranks(4).run(some_buffers, hybrid, reshard, count)
+
+
 def test_buffers_of_reductions(ranks: Any) -> None:
     for found in ranks(2).run(buffers):
         for said in found.values():
