@@ -4,12 +4,13 @@
     pip install torchdata datasets tokenizers safetensors tensorboard tyro tabulate einops pillow
     python -m benchmarks.torchtitan_curves PATH_OF_THE_CLONE
 
-Runs ``torchtitan.train.Trainer`` on two gloo ranks (beside tensor parallelism four): its configuration, its models (the debug
-flavors of Llama 3 and Qwen 3, in bf16), its tokenizer, its loader of text, its optimizer, metrics
-and checkpoints. From a seed checkpoint that torchtitan's trainer made in one process (on a CPU,
-FSDP2 fills a model from meta with other numbers than one process would), it trains `STEPS` steps of
-two micro-batches and saves after half of them; from there the other of the two goes on. All of it
-is torchtitan's code as it was cloned, with five exceptions, for a machine that has no GPU:
+Runs ``torchtitan.train.Trainer`` on two gloo ranks, four beside tensor parallelism: its
+configuration, its models (the debug flavors of Llama 3 and Qwen 3, in bf16), its tokenizer, its
+loader of text, its optimizer, metrics and checkpoints. From a seed checkpoint that torchtitan's
+trainer made in one process (on a CPU, FSDP2 fills a model from meta with other numbers than one
+process would), it trains `STEPS` steps of two micro-batches and saves after half of them; from
+there the other of the two goes on. All of it is torchtitan's code as it was cloned, with five
+exceptions, for a machine that has no GPU:
 
 - its device is the CPU: ``torch.cpu`` with what it lacks of ``torch.cuda`` (`Cpu`);
 - torch's FSDP2 is told to sum gradients (``set_force_sum_reduction_for_comms``): what torchtitan

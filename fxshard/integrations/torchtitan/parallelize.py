@@ -55,9 +55,9 @@ def _refuse(parallel_dims: Any, job_config: Any) -> None:
     """
     if parallel_dims.cp_enabled:
         raise fxshard.ConfigError(
-            "parallelism.context_parallel_degree: torchtitan distributes each attention by a style "
-            "of torch's that fxshard does not trace. Set it to 1, or use torchtitan's own model; in "
-            "a loop of your own, torch's context_parallel works."
+            "parallelism.context_parallel_degree: torchtitan's style of attention is none that "
+            "fxshard traces. Set it to 1, or use torchtitan's own model; in a loop of your own, "
+            "torch's context_parallel works."
         )
     backend = getattr(job_config.parallelism, "expert_parallel_comm_backend", "standard")
     if parallel_dims.ep_enabled and backend != "standard":
