@@ -171,7 +171,8 @@ def opt(args: argparse.Namespace) -> int:
     settings: dict[str, Any] = dict(map(_setting, args.settings))
     settings["optimizer_in_backward"] = program.optimizer_in_backward
     settings["backend"] = "inductor" if program.compiled else "eager"
-    settings |= {"checkpoint": p for p in program.checkpoints.values() if isinstance(p, int)}
+    bytes_of = [each for each in program.checkpoints.values() if isinstance(each, int)]
+    settings |= {"checkpoint": bytes_of[0]} if bytes_of else {}
     passes = pipeline.default_passes(Config.from_options(settings))
     if args.passes is not None:
         names = filter(None, args.passes.split(","))
