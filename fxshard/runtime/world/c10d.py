@@ -172,24 +172,29 @@ class C10dWorld(AgreeingRank):
         return {name: members.grid for name, members in self.meshes.items()}
 
     def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
-        members = self.groups[group]
-        size = members.size()
-        buffers = [s.new_empty(layout.gathered(s.shape, size)) for s in shards]
-        with self._launch(ops.all_gather, pair, group) as launch:
-            into, sent = list(map(as_bytes, buffers)), launch.aliases(map(as_bytes, shards))
-            launch.works += backend_of(members).all_gather(members, into, sent)
-        return buffers
+        return self._gather(shards, self.groups[group], ops.all_gather, pair, group)
 
     def reduce_scatter(
         self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
     ) -> list[Tensor]:
         members = self.reductions.get(group) or self.groups[group]
-        size = members.size()
-        results = [g.new_empty(layout.part(g.shape, size)) for g in grads]
+        return self._reduce(grads, op, members, ops.reduce_scatter, pair, group)
+
+    def _gather(self, tensors: list[Tensor], members: Any, *launched: Any) -> list[Tensor]:
+        """`launched`: see `_launch`."""
+        buffers = [t.new_empty(layout.gathered(t.shape, members.size())) for t in tensors]
+        with self._launch(*launched) as launch:
+            into, sent = list(map(as_bytes, buffers)), launch.aliases(map(as_bytes, tensors))
+            launch.works += backend_of(members).all_gather(members, into, sent)
+        return buffers
+
+    def _reduce(self, tensors: list[Tensor], op: str, members: Any, *launched: Any) -> list[Tensor]:
+        """`launched`: see `_launch`."""
+        results = [t.new_empty(layout.part(t.shape, members.size())) for t in tensors]
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
-        with self._launch(ops.reduce_scatter, pair, group) as launch:
-            into, sent = list(map(as_real, results)), launch.aliases(map(as_real, grads))
+        with self._launch(*launched) as launch:
+            into, sent = list(map(as_real, results)), launch.aliases(map(as_real, tensors))
             launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
         return results
 
@@ -236,24 +241,13 @@ class C10dWorld(AgreeingRank):
         self, tensors: list[Tensor], pair: int, group: str, ranks: str
     ) -> list[Tensor]:
         members = process_groups.called(ranks)
-        size = members.size()
-        buffers = [t.new_empty(layout.gathered(t.shape, size)) for t in tensors]
-        with self._launch(ops.model_all_gather, pair, group, stream=group) as launch:
-            into, sent = list(map(as_bytes, buffers)), launch.aliases(map(as_bytes, tensors))
-            launch.works += backend_of(members).all_gather(members, into, sent)
-        return buffers
+        return self._gather(tensors, members, ops.model_all_gather, pair, group, group)
 
     def model_reduce_scatter(
         self, tensors: list[Tensor], pair: int, group: str, ranks: str, op: str
     ) -> list[Tensor]:
         members = process_groups.called(ranks)
-        results = [t.new_empty(layout.part(t.shape, members.size())) for t in tensors]
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = OPS[op]
-        with self._launch(ops.model_reduce_scatter, pair, group, stream=group) as launch:
-            into, sent = list(map(as_real, results)), launch.aliases(map(as_real, tensors))
-            launch.works.append(members.reduce_scatter_tensor_coalesced(into, sent, options))
-        return results
+        return self._reduce(tensors, op, members, ops.model_reduce_scatter, pair, group, group)
 
     def model_all_reduce(
         self, tensors: list[Tensor], pair: int, group: str, ranks: str, op: str
