@@ -220,6 +220,20 @@ def test_every_pass_that_reads_times_gets_it() -> None:
         assert all(step.hardware == OWN for step in read)
 
 
+def test_graphs_of_dynamo_take_it() -> None:
+    """As they take `checkpoint`: in torch.compile's options too."""
+    model, x = small()
+    fxshard.shard(model, world_size=1, units=["blocks.*"], **FORCED)
+    options: dict[str, Any] = {"checkpoint": 13 * MIB}
+    found = {}
+    for hardware in (NO_LINK, FAST_LINK):
+        torch._dynamo.reset()
+        given = {**options, "hardware": hardware}
+        torch.compile(model, backend="fxshard", options=given)(x).backward()
+        found[hardware.name] = fxshard.reports(model)[-1].recomputed()
+    assert found["no link"] and not found["fast link"]
+
+
 def test_a_dry_run_of_another_gpu_leaves_it() -> None:
     """A script chooses in a dry run what it chooses on the GPU."""
     model, x = small()
