@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 from benchmarks.published import GPUS, MEASURED
 from benchmarks.shapes import LLAMA3_8B, call
-from fxshard.cost.hardware import PRESETS
+from fxshard.hardware import PRESETS
 
 SEQUENCE = 8192
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

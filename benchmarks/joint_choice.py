@@ -21,10 +21,10 @@ from benchmarks.figures import RESULTS, write
 from benchmarks.gpu.models import ON_GPU, Recipe, tiny_llama, tokens
 from benchmarks.passes import planned
 from fxshard.cost import activations
-from fxshard.cost.hardware import PRESETS
+from fxshard.cost.operators import node_seconds
 from fxshard.errors import TooLittleError
+from fxshard.hardware import PRESETS
 from fxshard.ir import ops, tags
-from fxshard.passes.assign_checkpoints import on_h100
 
 HARDWARE = "h100"
 GIB = (1.5, 3, 5, 8, 12, 20, 30, 40, 50)
@@ -63,10 +63,10 @@ def decision_seconds(plan: fxshard.Plan, budget: int) -> dict[str, float]:
         return default[: names.index("checkpoint")]
 
     program = plan.replan(checkpoint="full", passes=stem).program
-    found = {}
-    for name, hardware in (("joint", PRESETS[HARDWARE]), ("recompute_only", None)):
+    found, chosen = {}, PRESETS[HARDWARE]
+    for name, hardware in (("joint", chosen), ("recompute_only", None)):
         start = time.process_time()
-        activations.choose(program, budget, on_h100, hardware)
+        activations.choose(program, budget, lambda node: node_seconds(node, chosen), hardware)
         found[name] = round(time.process_time() - start, 2)
     return found
 

@@ -36,7 +36,7 @@ from benchmarks.mesh_models import (
 )
 from benchmarks.page import table
 from benchmarks.published import GPUS
-from fxshard.cost.hardware import Hardware
+from fxshard.hardware import Hardware
 from fxshard.plans.plan import Plan
 
 PAGE, RECORD = ROOT / "docs" / "scale-meshes.md", RESULTS / "mesh_page.json"

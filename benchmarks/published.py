@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from benchmarks.shapes import LLAMA2_7B, LLAMA2_70B, LLAMA3_8B, LLAMA3_70B, Shape
-from fxshard.cost.hardware import PRESETS, Hardware, Link
+from fxshard.hardware import PRESETS, Hardware, Link
 
 MICRO = 1e-6
 TORCHTITAN = "every second product"  # its selective policy, of operators

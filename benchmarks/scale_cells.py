@@ -21,7 +21,7 @@ from benchmarks.figures import RESULTS, machine, write
 from benchmarks.published import GPUS, MEASURED, TORCHTITAN, Measured
 from benchmarks.shapes import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Shape, call
 from fxshard.cost import operators
-from fxshard.cost.hardware import PRESETS, Hardware, Link, Tree
+from fxshard.hardware import PRESETS, Hardware, Link, Tree
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.plans.plan import Plan
 

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.page import table
 from benchmarks.scale_cells import HARDWARE
-from fxshard.cost import hardware as constants
-from fxshard.cost.hardware import PRESETS, Hardware
+from fxshard import hardware as constants
+from fxshard.hardware import PRESETS, Hardware
 
 
 def constants_table() -> str:

@@ -52,7 +52,7 @@ from benchmarks.scale_tables import (
 )
 from benchmarks.shapes import LLAMA3_8B
 from fxshard.cost import operators
-from fxshard.cost.hardware import PRESETS
+from fxshard.hardware import PRESETS
 from fxshard.memory.cuda.fixed_costs import fixed_costs
 from fxshard.memory.cuda.reserved import HOPPER
 
@@ -93,7 +93,7 @@ allow, and compare rows of this page with each other.
 
 ## Constants
 
-From `fxshard/cost/hardware.py`; nodes of 8 GPUs, one network card for each. A row without a
+From `fxshard/hardware.py`; nodes of 8 GPUs, one network card for each. A row without a
 source but **[guess]** is an order of magnitude.
 
 {constants}

@@ -28,7 +28,7 @@ from benchmarks.scale_cells import (
     strategy,
 )
 from fxshard.cost import operators
-from fxshard.cost.hardware import Hardware
+from fxshard.hardware import Hardware
 
 DRY_RUNS = ROOT / "benchmarks" / "results" / "published_steps.json"
 KINDS = ("unshard", "reduce", "all-reduce")

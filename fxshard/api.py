@@ -29,10 +29,10 @@ from fxshard.config.checked import Config
 from fxshard.config.docs import with_options
 from fxshard.config.options import Options
 from fxshard.config.world_size import grid
-from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.dryrun.fsdp2 import Fsdp2Memory, Recipe, run_fsdp2
 from fxshard.dynamo import graphs
 from fxshard.errors import ConfigError, UnknownSizeError
+from fxshard.hardware import hardware_of
 from fxshard.host.progress import say, task
 from fxshard.ir.splitting import configured_units, placed
 from fxshard.pipeline import Observer
@@ -557,7 +557,6 @@ def tune(
     mesh: Mapping[str, int] | Literal["auto"] | None = None,
     parallelize: Callable[[nn.Module, DeviceMesh], Any] | None = None,
     context: Callable[[nn.Module, DeviceMesh], AbstractContextManager[Any]] | None = None,
-    hardware: str | Hardware,
     budget: int | str | None = None,
     batches: Sequence[int] | None = None,
     space: Mapping[str, Iterable[Any]] | None = None,
@@ -573,7 +572,8 @@ def tune(
 
     Searched are strategy and resharding, checkpoints, prefetch, precision and batch, as far as
     `options` leave them open, and offload where nothing fits without it; times are those of
-    `Plan.estimate`. The model is traced once for each dtype that the trace sees (and for a batch
+    `Plan.estimate` on the option `hardware`, which every choice within a plan is made for too. The
+    model is traced once for each dtype that the trace sees (and for a batch
     of 1, which broadcasts); what is reported to fit was planned in full. See docs/tune.md.
 
     ``fxshard.compile(model, world_size=best.world_size, **best.options)`` takes the result's
@@ -585,7 +585,6 @@ def tune(
             `world_size` GPUs: ranks of tensor parallelism within a node, or those of
             ``space={"tp": [1, 8]}``; the functions are called where they are more than one. Times
             are then those of all GPUs that compute a sample together.
-        hardware: "h100", "h200", "b200", or figures of your own.
         budget: bytes of one rank, or text such as "80GiB"; None: all memory of `hardware`.
         batches: samples per rank and micro-batch; None: that of the call, and doubled.
         space: values by name of an option, in place of what is searched by default, such as
@@ -601,12 +600,12 @@ def tune(
 
     Raises:
         DoesNotFitError: nothing fits; names the smallest.
-        ConfigError: no such hardware; an option or value that is not legal; ``memory_budget``,
-            which is the task of `budget` here.
+        ConfigError: an option or value that is not legal; ``memory_budget``, which is the task of
+            `budget` here.
         CaptureError: as for `plan`.
     """
-    chosen = hardware_of(hardware)
     config = Config.from_options(options)
+    chosen = hardware_of(config.hardware)
     if plans is not None and not is_count(plans):
         raise ConfigError(f"plans={plans!r}: expected None or an integer >= 1.")
     check_progress(progress)

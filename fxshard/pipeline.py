@@ -127,12 +127,13 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
     offloads: Any = config.offload_activations
     chosen = config.chooses_offloads
     offloads = offloads if chosen is False else None  # those that assign-checkpoints marks
+    leaving: list[Pass] = [OffloadActivations(offloads, hardware=config.hardware)]
     chunks: list[Pass] = [CutRows(), ChunkLoss(config.chunk_loss)] if config.chunk_loss else []
     return [
         Canonicalize(),
         *chunks,
         AssignUnits(),
-        AssignCheckpoints(offload=chosen),
+        AssignCheckpoints(offload=chosen, hardware=config.hardware),
         Checkpoint(),
         *([JoinRanks()] if config.ranks_may_differ else []),
         Bucket(
@@ -146,9 +147,9 @@ def default_passes(config: Config | None = None, /, **options: Unpack[Options]) 
         ),
         Prefetch(*config.prefetch, config.max_inflight),
         *([InsertStep()] if config.optimizer_in_backward else []),
-        *([AsyncTensorParallel()] if config.async_tensor_parallel else []),
+        *([AsyncTensorParallel(config.hardware)] if config.async_tensor_parallel else []),
         LaunchCollectives(),
-        *([OffloadActivations(offloads)] if offloads or chosen is not False else []),
+        *(leaving if offloads or chosen is not False else []),
         *([] if config.backend == "inductor" else [Reinplace()]),  # Inductor reuses by itself
         InsertFree(),
         AnnotateStreams(),

@@ -12,6 +12,7 @@ another kernel rounds otherwise, rows would not fit the numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fxshard._torch.traced_collectives import WAIT
 from fxshard.cost.activations import Seconds, choose
-from fxshard.cost.hardware import PRESETS, Hardware
 from fxshard.cost.leaving import LEAST_BYTES
 from fxshard.cost.operators import node_seconds
+from fxshard.hardware import Hardware, hardware_of
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
 
@@ -45,11 +46,6 @@ CONVERSIONS = (aten._to_copy.default,)
 SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
-def on_h100(node: fx.Node) -> float:
-    """Seconds of an operator on an H100: with other hardware the order is much the same."""
-    return node_seconds(node, PRESETS["h100"])
-
-
 @dataclasses.dataclass(frozen=True)
 class AssignCheckpoints:
     """Each call of a module that ``checkpoint`` names is one checkpoint; the model's own stay.
@@ -58,9 +54,9 @@ class AssignCheckpoints:
     and what of all that is saved is offloaded.
 
     Attributes:
-        seconds: of one operator.
+        seconds: of one operator; None: on `hardware`.
         offload: whether anything may be offloaded; None: on an accelerator.
-        hardware: whose link to the CPU carries it.
+        hardware: whose times decide, and whose link to the CPU carries what is offloaded.
         least_bytes: of a tensor that is offloaded.
 
     Before::
@@ -76,9 +72,9 @@ class AssignCheckpoints:
         %dh = aten.tanh_backward(%dy, %y)      | checkpoint=0
     """
 
-    seconds: Seconds = on_h100
+    seconds: Seconds | None = None
     offload: bool | None = None
-    hardware: Hardware = PRESETS["h100"]
+    hardware: str | Hardware = "h100"
     least_bytes: int = LEAST_BYTES
 
     name: ClassVar[str] = "assign-checkpoints"
@@ -92,8 +88,10 @@ class AssignCheckpoints:
         budget = next((p for p in program.checkpoints.values() if isinstance(p, int)), None)
         if budget is not None and program.signature.training:
             may_leave = program.device.type != "cpu" if self.offload is None else self.offload
-            link = self.hardware if may_leave else None
-            found = choose(program, budget, self.seconds, link, self.least_bytes)
+            hardware = hardware_of(self.hardware)
+            seconds = self.seconds or functools.partial(node_seconds, hardware=hardware)
+            link = hardware if may_leave else None
+            found = choose(program, budget, seconds, link, self.least_bytes)
             for node in found.saved:
                 tags.update(node, save=True)
             save_waits(program)

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxshard._torch.traced_collectives import WAIT, note_same_ranks, ranks_of
 from fxshard.cost import operators
-from fxshard.cost.hardware import Hardware, hardware_of
+from fxshard.hardware import Hardware, hardware_of
 from fxshard.ir import tags
 from fxshard.ir.program import Fact, Program
 

@@ -13,8 +13,8 @@ from torch import fx
 
 from fxshard.capture import shapes
 from fxshard.cost import leaving
-from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.cost.leaving import LEAST_BYTES, Runs
+from fxshard.hardware import Hardware, hardware_of
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.domain import LAYOUT, OPEN
 from fxshard.ir.names import is_under

@@ -7,7 +7,7 @@ All figures are *emulated*: one rank runs, and its collectives take the time tha
 modelled link would take (benchmarks/gpu/emulated.py). Both sides run the same model, batch,
 precision, checkpointing, optimizer (AdamW, foreach) and collectives' cost, each in a process of its
 own. "Exposed" is the step time on the modelled link less that on a link that takes no time. Links
-are `fxshard.cost.hardware`'s, with its sources: NVLink inside a node of 8, the network beyond.
+are `fxshard.hardware`'s, with its sources: NVLink inside a node of 8, the network beyond.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.gpu.case import pinned
 from benchmarks.gpu.emulated import EmulatedGroup, Link, emulated_world
 from benchmarks.gpu.models import ON_CPU, ON_GPU, Batch, Recipe
 from benchmarks.ranks import alone
-from fxshard.cost.hardware import PRESETS
+from fxshard.hardware import PRESETS
 
 FREE = Link(0.0, float("inf"))
 WARM = 2

@@ -28,7 +28,7 @@ from fxshard.memory.report import MemoryReport
 def fsdp2(args: argparse.Namespace) -> int:
     """``fxshard fsdp2``."""
     why = "torch's FSDP2 has no such option"
-    refuse_beside(args, "fsdp2", why, "--strategy", "--memory-budget")
+    refuse_beside(args, "fsdp2", why, "--strategy", "--memory-budget", "--hardware")
     if args.backend != "eager":
         raise ConfigError("--backend with fsdp2: use --compile, torch.compile of each unit.")
     if not isinstance(args.world_size, int):

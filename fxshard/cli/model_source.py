@@ -20,8 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fxshard.bytesize import is_size
+from fxshard.config.checked import Config
 from fxshard.config.options import BACKENDS, CHECKPOINTS, STRATEGIES
 from fxshard.errors import ConfigError
+from fxshard.hardware import PRESETS as GPUS
 
 
 def muon(named_parameters: Iterable[tuple[str, Any]]) -> list[torch.optim.Optimizer]:
@@ -152,6 +154,12 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: tuple[int, int] = (1, 
         "--memory-budget", metavar="80GiB", help="choose a schedule and checkpoints that fit"
     )
     parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help=f"GPU by whose times these choose, and whose times are shown: {', '.join(GPUS)} "
+        f"({Config.hardware})",
+    )
+    parser.add_argument(
         "--data-sizes",
         action="append",
         type=data_size,
@@ -209,6 +217,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "offload_activations": _activations(args.offload_activations),
         "backend": args.backend,
         "memory_budget": args.memory_budget,
+        "hardware": args.hardware,
     }
     return {name: value for name, value in given.items() if value is not None}
 

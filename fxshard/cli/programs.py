@@ -20,7 +20,6 @@ from fxshard.cli.model_source import (
 from fxshard.cli.outputs import write
 from fxshard.cli.steps import planned
 from fxshard.config.checked import Config
-from fxshard.cost.hardware import PRESETS, Hardware, hardware_of
 from fxshard.errors import (
     ConfigError,
 )
@@ -35,7 +34,7 @@ from fxshard.plans.plan import Plan
 OF_PASSES = (
     *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes", "max_inflight", "reduce_op"),
     *("gradient_divide_factor", "gradient_predivide_factor"),
-    *("forward_prefetch", "backward_prefetch"),
+    *("forward_prefetch", "backward_prefetch", "hardware"),
 )
 
 
@@ -44,7 +43,7 @@ def dump_(args: argparse.Namespace) -> int:
     for form in ("--graph", "--code", "--diff", "--text"):
         if getattr(args, form[2:]) not in (None, False):
             why = "it is for the schedule, which is dumped without that"
-            refuse_beside(args, form, why, "--phase", "--no-fold", "--hardware")
+            refuse_beside(args, form, why, "--phase", "--no-fold")
     if args.text is not None:
         print(_text(args), end="")
         return 0
@@ -53,7 +52,6 @@ def dump_(args: argparse.Namespace) -> int:
     def note(name: str, before: str, after: str) -> None:
         texts[name] = before, after
 
-    hardware = None if args.hardware is None else hardware_of(args.hardware)
     with task("planning"):
         plan = planned(args, **({"observe": note} if args.diff is not None else {}))
     if args.diff is not None:
@@ -63,9 +61,9 @@ def dump_(args: argparse.Namespace) -> int:
     elif args.code:
         print(plan.code)
     elif args.json:
-        print(json.dumps(_schedule(plan, args.phase, fold, hardware), indent=2))
+        print(json.dumps(_schedule(plan, args.phase, fold, args.hardware), indent=2))
     else:
-        print(plan.dump(phase=args.phase, fold=fold, hardware=hardware))
+        print(plan.dump(phase=args.phase, fold=fold, hardware=args.hardware))
     return 0
 
 
@@ -86,15 +84,10 @@ def add_dump(parser: argparse.ArgumentParser) -> None:
         metavar="PASS",
         help="the full program, for fxshard opt; with PASS, as it is before that pass",
     )
-    parser.add_argument(
-        "--hardware", metavar="NAME", help=f"adds exposed milliseconds: {', '.join(PRESETS)}"
-    )
     parser.set_defaults(command=dump_)
 
 
-def _schedule(
-    plan: Plan, phase: str | None, fold: bool, hardware: Hardware | None
-) -> dict[str, Any]:
+def _schedule(plan: Plan, phase: str | None, fold: bool, hardware: str | None) -> dict[str, Any]:
     exposed = None
     if hardware is not None:
         exposed = plan.estimate(hardware).exposed(len(plan.programs) - 1)
@@ -178,6 +171,8 @@ def opt(args: argparse.Namespace) -> int:
     settings: dict[str, Any] = dict(map(_setting, args.settings))
     settings["optimizer_in_backward"] = program.optimizer_in_backward
     settings["backend"] = "inductor" if program.compiled else "eager"
+    bytes_of = [each for each in program.checkpoints.values() if isinstance(each, int)]
+    settings |= {"checkpoint": bytes_of[0]} if bytes_of else {}
     passes = pipeline.default_passes(Config.from_options(settings))
     if args.passes is not None:
         names = filter(None, args.passes.split(","))

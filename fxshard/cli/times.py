@@ -15,17 +15,18 @@ from fxshard.cli.model_source import (
 )
 from fxshard.cli.outputs import PERFETTO, write
 from fxshard.cli.steps import add_step, planned, step_of
-from fxshard.cost.hardware import PRESETS, hardware_of
+from fxshard.config.checked import Config
+from fxshard.hardware import hardware_of
 from fxshard.host.progress import task
 from fxshard.planner.tune import PLANS
 
 
 def estimate(args: argparse.Namespace) -> int:
     """``fxshard estimate``."""
-    hardware = hardware_of(args.hardware, args.ranks_per_node)
+    args.hardware = hardware_of(args.hardware or Config.hardware, args.ranks_per_node)
     with task("planning"):
         plan = planned(args)
-        found = plan.estimate(hardware)
+        found = plan.estimate()
     written = []
     if args.perfetto is not None:
         draw = functools.partial(found.to_perfetto, memory=plan.memory)
@@ -38,7 +39,6 @@ def add_estimate(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fxshard estimate``."""
     add_arguments(parser)
     add_step(parser)
-    parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESETS))
     parser.add_argument(
         "--ranks-per-node", type=whole_number, metavar="N", help="other than the hardware's"
     )
@@ -53,7 +53,6 @@ def tune(args: argparse.Namespace) -> int:
     refuse_beside(args, "tune", "give fxshard.tune(mesh='auto', parallelize=...)", "--mesh")
     found = fxshard.tune(
         *load(Source.of(args), "meta"),
-        hardware=args.hardware,
         budget=args.budget,
         batches=args.batches,
         plans=args.plans,
@@ -76,7 +75,6 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fxshard tune``."""
     add_arguments(parser)
     add_step(parser)
-    parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESETS))
     parser.add_argument("--budget", metavar="80GiB", help="memory of one rank (the hardware's)")
     parser.add_argument(
         "--batches", type=whole_number, nargs="+", metavar="N", help="(--batch, and doubled)"

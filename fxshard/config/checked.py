@@ -40,6 +40,7 @@ from fxshard.config.options import (
 from fxshard.config.precision import Precision
 from fxshard.config.sizes import SizeName, named_sizes
 from fxshard.errors import ConfigError
+from fxshard.hardware import Hardware, hardware_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Config:
     max_variants: int = 16
     device: Literal["cuda"] | torch.device | None = None
     memory_budget: int | str | None = None
+    hardware: str | Hardware = "h100"
     passes: Sequence[Any] | Callable[[list[Any]], Sequence[Any]] | None = None
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
 
@@ -141,6 +143,7 @@ class Config:
         self._check_differing()
         self._check_stage()
         self._check_checkpoint()
+        hardware_of(self.hardware)  # refuses unknown names
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
         for policy in self.precisions.values():

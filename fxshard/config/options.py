@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from fxshard.config.precision import Precision
+from fxshard.hardware import Hardware
 
 Strategy: TypeAlias = Literal[
     "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
@@ -131,11 +132,11 @@ class Options(TypedDict, total=False):
     its inputs are saved, the rest is recomputed in backward; ``"selective"``: what matrix
     multiplications, convolutions and attention return is saved too; bytes, or text such as "2GiB":
     what each unit saves is chosen so that activations which live from forward to backward are at
-    most that on the device of a rank, and the step is fastest: the rest is recomputed or, on
-    accelerators, offloaded (see `offload_activations`, `fxshard.cost.activations`); or a policy
-    as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, ``(ctx, op, *args,
-    **kwargs) -> CheckpointPolicy``. Or a dict from module classes or FQN globs to such values,
-    without bytes: what its keys name is checkpointed.
+    most that on the device of a rank, and the step is fastest on `hardware`: the rest is recomputed
+    or, on accelerators, offloaded (see `offload_activations`, `fxshard.cost.activations`); or a
+    policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, ``(ctx, op,
+    *args, **kwargs) -> CheckpointPolicy``. Or a dict from module classes or FQN globs to such
+    values, without bytes: what its keys name is checkpointed.
     """
 
     offload: OffloadPolicy | CPUOffload | None
@@ -148,11 +149,11 @@ class Options(TypedDict, total=False):
     forward, and back before backward needs them, on streams of their own (see
     `fxshard.passes.offload_activations` and docs/offload-activations.md). None: none, unless bytes
     of `checkpoint` choose some, on accelerators. False: none. True: of each unit as many as are
-    copied while others compute, by the times of an H100; with bytes of `checkpoint`, those that
-    make the step fastest, beside what is recomputed. Bytes, or text
-    such as "8GiB": at most so many of a call, those that forward makes first; each size of a batch
-    then gets a program of its own. Or a list of module classes or FQN globs: what their backwards
-    read. Beside `checkpoint`, those are the inputs of what is checkpointed.
+    copied while others compute, by the times of `hardware`; with bytes of `checkpoint`, those that
+    make the step fastest, beside what is recomputed. Bytes, or text such as "8GiB": at most so many
+    of a call, those that forward makes first; each size of a batch then gets a program of its own.
+    Or a list of module classes or FQN globs: what their backwards read. Beside `checkpoint`, those
+    are the inputs of what is checkpointed.
     """
 
     reduce_op: Literal["avg", "sum", "max", "min"]
@@ -229,8 +230,8 @@ class Options(TypedDict, total=False):
     async_tensor_parallel: bool
     """Cut the all-gathers and reduce-scatters of sequence parallelism, with the matrix products
     beside them, along the batch, so that one part is multiplied while the next one is sent: where
-    that takes less time on an H100. `fxshard.passes.async_tensor_parallel` for other hardware. Sums
-    have the same terms; a kernel for fewer rows may round otherwise. See docs/tensor-parallel.md.
+    that takes less time on `hardware` (see `fxshard.passes.async_tensor_parallel`). Sums have the
+    same terms; a kernel for fewer rows may round otherwise. See docs/tensor-parallel.md.
     """
 
     pipeline_stage: bool
@@ -251,8 +252,15 @@ class Options(TypedDict, total=False):
     memory_budget: int | str | None
     """Bytes of one rank, or text such as "80GiB": what is left at its default of
     `reshard_after_forward`, `forward_prefetch`, `backward_prefetch`, `checkpoint` and `offload` is
-    chosen so that the step fits at the least estimated time (see `fxshard.planner.budget`), or the
-    model is refused with the table of what was tried.
+    chosen so that the step fits at the least estimated time on `hardware` (see
+    `fxshard.planner.budget`), or the model is refused with the table of what was tried.
+    """
+
+    hardware: str | Hardware
+    """The GPUs by whose estimated times `memory_budget`, bytes of `checkpoint`,
+    `offload_activations`, `async_tensor_parallel` and `tune` choose: "a100", "h100", "h200",
+    "b200", or a `fxshard.hardware.Hardware` with figures of your own (docs/cost.md). Nothing else
+    depends on it, and neither the GPU that is there nor that of a `fxshard.dry_run` changes it.
     """
 
     passes: Sequence[Any] | Callable[[list[Any]], Sequence[Any]] | None

@@ -64,8 +64,8 @@ from torch import fx
 from fxshard.bytesize import size_text
 from fxshard.capture import rng
 from fxshard.cost import leaving
-from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError, TooLittleError
+from fxshard.hardware import Hardware
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Program
 

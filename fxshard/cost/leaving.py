@@ -17,7 +17,7 @@ from torch import fx
 
 from fxshard.capture import rng, shapes
 from fxshard.cost import operators
-from fxshard.cost.hardware import Hardware
+from fxshard.hardware import Hardware
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Program
 from fxshard.verify import walk

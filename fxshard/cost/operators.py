@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxshard._torch.export import OpOverload
 from fxshard._torch.traced_collectives import is_collective, ranks_of
-from fxshard.cost.hardware import Hardware
+from fxshard.hardware import Hardware
 from fxshard.ir import ops, tags
 from fxshard.ir.layout import kind_of_group
 

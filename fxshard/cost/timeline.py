@@ -23,8 +23,8 @@ from tabulate import tabulate
 from torch import fx
 
 from fxshard.cost import operators
-from fxshard.cost.hardware import Hardware
 from fxshard.cost.trace_events import DrawsMemory
+from fxshard.hardware import Hardware
 from fxshard.host import files
 from fxshard.ir import dump, ops, tags
 from fxshard.ir.program import Program

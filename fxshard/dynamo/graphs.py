@@ -53,7 +53,7 @@ aten: Any = torch.ops.aten
 PER_GRAPH = (
     *("backend", "reshard_after_forward", "forward_prefetch", "backward_prefetch", "max_inflight"),
     *("max_bucket_bytes", "min_bucket_bytes", "pack_bytes", "checkpoint", "reduce_op"),
-    *("gradient_divide_factor", "gradient_predivide_factor", "passes", "max_variants"),
+    *("gradient_divide_factor", "gradient_predivide_factor", "passes", "max_variants", "hardware"),
 )
 
 # What needs one graph of the full model.

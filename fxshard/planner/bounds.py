@@ -32,8 +32,8 @@ from fxshard.config.precision import Precision
 from fxshard.config.world_size import grid
 from fxshard.cost import leaving, operators
 from fxshard.cost.activations import from_parameter
-from fxshard.cost.hardware import Hardware
 from fxshard.errors import FxshardError
+from fxshard.hardware import Hardware
 from fxshard.ir import meshes, ops, tags
 from fxshard.ir.domain import OPEN, size_at
 from fxshard.ir.layout import layouts

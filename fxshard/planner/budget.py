@@ -3,9 +3,9 @@
 Searched are those of these options that the user has left at their defaults: resharding after
 forward, prefetch, activation checkpointing, and offload, which is tried last and only on
 accelerators. There, bytes of checkpoints choose what is offloaded too, unless the user forbids it
-(`fxshard.cost.activations`). Times are those of `fxshard.cost.timeline` on an H100, whatever the
-device: for a model on the CPU only their order counts. Every setting that is tried is planned in
-full, from the first capture.
+(`fxshard.cost.activations`). Times are those of `fxshard.cost.timeline` on the option `hardware`,
+whatever the device: for a model on the CPU only their order counts. Every setting that is tried is
+planned in full, from the first capture.
 
 Note: what is not tried
 =======================
@@ -46,7 +46,6 @@ from fxshard.runtime.world.in_process import InProcessWorld
 
 log: logging.Logger = logging.getLogger("fxshard")
 
-HARDWARE = "h100"
 FREE = ("strategy", RESHARD, *PREFETCH, "checkpoint", "offload", "offload_activations")
 STEPS = 8  # of budgets of activations where none can be computed; then as many parts of a step
 ENOUGH = 1.01  # times the compute time alone: a setting that is as fast ends the search
@@ -94,7 +93,7 @@ class _Fastest:
             self._make,
             parse_bytes(plan.config.memory_budget or 0),
             lambda _, tried: tried.seconds,
-            hardware=HARDWARE,
+            hardware=plan.config.hardware,
             refusals=(DoesNotFitError, ConfigError),
         )
         self.most_saved = self.least_saved = saved_bytes(plan)
@@ -176,7 +175,7 @@ class _Fastest:
                 continue  # less prefetch makes no step faster
             tried.append(self._ask(changes))
             if self.search.best is tried[-1] and self.search.plan is not None:
-                alone = self.search.plan.estimate(HARDWARE).compute_seconds
+                alone = self.search.plan.estimate().compute_seconds
                 if (tried[-1].seconds or 0.0) <= ENOUGH * alone:
                     break
         return [each for each in tried if not each.fits and each.peak_bytes is not None]

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from fxshard.bytesize import size_text
 from fxshard.config.checked import Config
-from fxshard.cost.hardware import Hardware
+from fxshard.hardware import Hardware
 from fxshard.memory.views.plots import Dot
 from fxshard.planner.space import Candidate
 from fxshard.plans.answers import Tried

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fxshard.bytesize import excess_text
-from fxshard.cost.hardware import Hardware
 from fxshard.errors import DoesNotFitError, FxshardError
+from fxshard.hardware import Hardware
 from fxshard.planner.space import PREFETCH, Candidate
 from fxshard.plans.answers import Tried
 from fxshard.plans.plan import Plan

@@ -12,8 +12,8 @@ from torch import nn
 from fxshard.bytesize import is_count
 from fxshard.config.checked import Config
 from fxshard.config.world_size import grid
-from fxshard.cost.hardware import Hardware
 from fxshard.errors import CaptureError, ConfigError, UnitError
+from fxshard.hardware import Hardware
 from fxshard.ir.splitting import placed
 from fxshard.planner.batches import Batches
 from fxshard.planner.on_mesh import Context, OnMesh, Parallelize, on_mesh

@@ -94,7 +94,7 @@ def given_space(space: Mapping[str, Iterable[Any]] | None) -> dict[str, list[Any
         ConfigError: not of that form, a name is no option, or has no values.
     """
     legal = {*Config.names(), "world_size"}
-    legal -= {"memory_budget"}  # the task of `budget`
+    legal -= {"memory_budget", "hardware"}  # the task of `budget`; what all are compared on
     example = "space={'checkpoint': [None, 'full']}"
     if space is None:
         return {}

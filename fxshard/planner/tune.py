@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 from fxshard.bytesize import size_text
 from fxshard.config.world_size import grid
-from fxshard.cost.hardware import Hardware
 from fxshard.errors import ConfigError, DoesNotFitError
+from fxshard.hardware import Hardware
 from fxshard.ir.splitting import configured_units
 from fxshard.planner.batches import Batches
 from fxshard.planner.bounds import Bounds, traced

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from tabulate import tabulate
 
 from fxshard.bytesize import size_text
+from fxshard.hardware import hardware_of
 from fxshard.plans.workload import Workload
 
 P = TypeVar("P")  # the plan
@@ -152,8 +153,8 @@ class Chosen(Tried):
     def __str__(self) -> str:
         return (
             f"memory_budget={size_text(self.budget_bytes)}: {setting_text(self.changes)}; needs "
-            f"{size_text(self.peak_bytes)}, {self.seconds * 1e3:.3g} ms per step estimated "
-            f"({len(self.tried)} settings tried)"
+            f"{size_text(self.peak_bytes)}, {self.seconds * 1e3:.3g} ms per step estimated on "
+            f"{hardware_of(self.asked.config.hardware).name} ({len(self.tried)} settings tried)"
         )
 
     def table(self) -> str:

@@ -19,9 +19,9 @@ from fxshard.codegen.emit import emit, require_schedule
 from fxshard.config.checked import Config
 from fxshard.config.world_size import grid
 from fxshard.cost import timeline
-from fxshard.cost.hardware import Hardware, hardware_of
 from fxshard.cost.timeline import Estimate
 from fxshard.errors import ConfigError, UnknownSizeError
+from fxshard.hardware import Hardware, hardware_of
 from fxshard.host import collector, progress
 from fxshard.ir import domain, dump, meshes, tags, transfers
 from fxshard.ir.program import Program
@@ -566,11 +566,14 @@ class Plan:
         return certificate.certificate(self.program)
 
     @collector.paused()
-    def estimate(self, hardware: str | Hardware, *, ranks_per_node: int | None = None) -> Estimate:
+    def estimate(
+        self, hardware: str | Hardware | None = None, *, ranks_per_node: int | None = None
+    ) -> Estimate:
         """The time of a step: a timeline of every stream, estimated without running anything.
 
         Args:
-            hardware: "h100", "h200", "b200", or figures of your own.
+            hardware: "a100", "h100", "h200", "b200", or figures of your own; None: the option
+                `hardware`. With another one, times are of what was chosen for the option's.
             ranks_per_node: other than the hardware's.
 
         Returns:
@@ -582,7 +585,8 @@ class Plan:
         """
         self._require_schedule()
         self._require_known_sizes()
-        chosen = hardware_of(hardware, ranks_per_node)
+        asked = self.config.hardware if hardware is None else hardware
+        chosen = hardware_of(asked, ranks_per_node)
         step = self.optimizer_step
         return timeline.estimate(self.programs, chosen, step.between_steps() if step else None)
 

@@ -12,8 +12,8 @@ from fxshard import pipeline
 from fxshard.cli import model_source
 from fxshard.config.checked import Config
 from fxshard.cost import timeline
-from fxshard.cost.hardware import Hardware, Link
 from fxshard.cost.timeline import Estimate
+from fxshard.hardware import Hardware, Link
 from fxshard.ir.program import Program
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxshard
 from fxshard.cost import operators, timeline
-from fxshard.cost.hardware import PRESETS, Hardware, Link, Tree, hardware_of
 from fxshard.errors import ConfigError
+from fxshard.hardware import PRESETS, Hardware, Link, Tree, hardware_of
 from tests import graphs
 from tests.cost.cost_cases import aten, spans, took, toy
 from tests.zoo import MODELS, built
@@ -29,12 +29,17 @@ def call(text: str, *inputs: str) -> Any:
 
 
 def test_presets_by_name() -> None:
-    assert list(PRESETS) == ["h100", "h200", "b200"]
+    assert list(PRESETS) == ["a100", "h100", "h200", "b200"]
     for name, preset in PRESETS.items():
         assert hardware_of(name) is preset and preset.name == name
         assert preset.ranks_per_node == 8
         assert preset.rate(torch.bfloat16) > 10 * preset.rate(torch.float32)
         assert preset.link.beta > preset.network.beta and preset.link.alpha < preset.network.alpha
+    # [A100] 312 TFLOPS of bf16 and 19.5 of fp32; 600 GB/s of NVLink, 64 GB/s of PCIe, 200 Gb/s
+    a100 = PRESETS["a100"]
+    assert (a100.rate(torch.bfloat16), a100.rate(torch.float32)) == (312e12, 19.5e12)
+    assert 0.7 * 300e9 < a100.link.beta < 300e9 and a100.host.beta == 32e9
+    assert 2 * a100.network.beta == PRESETS["h100"].network.beta
     # [H100] 1,979 TFLOPS of bf16 with sparsity, half of it without; 3.35 TB/s; 900 GB/s of NVLink
     assert PRESETS["h100"].rate(torch.bfloat16) == pytest.approx(1979e12 / 2, rel=1e-3)
     assert PRESETS["h100"].memory_bandwidth == 3.35e12
@@ -47,7 +52,7 @@ def test_presets_by_name() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hardware_of("a100"), r"hardware='a100': expected one of h100, h200, b200"),
+        (lambda: hardware_of("v100"), r"hardware='v100': expected one of a100, h100, h200, b200"),
         (lambda: hardware_of(3), r"hardware=3: .*not int"),  # type: ignore[arg-type]
         (lambda: hardware_of("h100", 0), r"ranks_per_node=0: expected an integer >= 1"),
         (lambda: toy(memory_bandwidth=0), r"'toy': memory_bandwidth=0 is not above 0"),
@@ -56,6 +61,10 @@ def test_presets_by_name() -> None:
         (lambda: toy(network=Link(0.0, 0.0)), r"network\.beta=0\.0 is not above 0"),
         (lambda: toy(tree=Tree(0.0, -1.0, 0.9)), r"tree\.network_alpha=-1\.0 is below 0"),
         (lambda: toy(tree=Tree(0.0, 0.0, 0.0)), r"tree\.share=0\.0 is not above 0"),
+        (lambda: toy(memory_bandwidth="2TB/s"), r"memory_bandwidth='2TB/s' is no finite number"),
+        (lambda: toy(host=Link(0.0, float("inf"))), r"host\.beta=inf is no finite number"),
+        (lambda: toy(host=64e9), r"host=64000000000\.0 is no Link"),
+        (lambda: toy(flops=1e12), r"flops=1000000000000\.0 is no Mapping"),
         (lambda: toy(flops={torch.bfloat16: 1.0}), r"flops has no torch\.float32"),
     ],
 )

@@ -16,8 +16,8 @@ import fxshard
 from fxshard.cli import model_source
 from fxshard.config.precision import Precision
 from fxshard.cost import operators, timeline
-from fxshard.cost.hardware import Hardware, Link
 from fxshard.cost.timeline import Estimate
+from fxshard.hardware import Hardware, Link
 from fxshard.ir import ops, outline, tags, transfers
 from fxshard.ir.program import Program
 from tests import graphs

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fxshard.cost.hardware import Link, hardware_of
+from fxshard.hardware import Link, hardware_of
 
 # Nothing takes a time of its own.
 SLOW_LINKS = dataclasses.replace(

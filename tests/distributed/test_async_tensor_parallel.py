@@ -1,6 +1,7 @@
 """Collectives of sequence parallelism in parts: numbers, bytes, rows, and when it is done."""
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
+from fxshard.hardware import Link
 from fxshard.ir import ops
 from fxshard.passes.async_tensor_parallel import AsyncTensorParallel
 from fxshard.plans.plan import Plan
@@ -82,6 +84,21 @@ def test_it_is_off_and_done_only_where_it_is_shorter() -> None:
         plain = counted(planned())
         assert counted(planned(async_tensor_parallel=True)) == plain  # too small for an H100
         assert counted(planned(passes=in_parts)) != plain
+
+
+def test_the_option_hardware_decides() -> None:
+    """Links that take no time are not worth a kernel more; slow ones are."""
+    fast = dataclasses.replace(SLOW_LINKS, link=Link(0.0, 1e15))
+    with fake_process_group(0, 4):
+        whole, same, parts = (
+            planned(async_tensor_parallel=True, hardware=each)
+            for each in ("h100", fast, SLOW_LINKS)
+        )
+        assert counted(whole) == counted(same)
+        assert counted(parts) == counted(planned(passes=in_parts)) != counted(whole)
+        assert parts.certificate != whole.certificate, "ranks that differ are refused"
+        found = compare(parts.memory, split_steps(tracked(parts.workload, 2), 2))
+        assert found.max_abs_difference == 0, found.table(only_different=True)
 
 
 def test_parts_are_rows() -> None:

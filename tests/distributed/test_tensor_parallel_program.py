@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.cost import operators
-from fxshard.cost.hardware import hardware_of
+from fxshard.hardware import hardware_of
 from fxshard.ir import dump, ops
 from fxshard.memory.category import Category
 from fxshard.plans.plan import Plan

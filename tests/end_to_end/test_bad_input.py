@@ -214,7 +214,7 @@ def test_what_a_plan_is_asked() -> None:
     ask: list[tuple[Callable[[], Any], str]] = [
         (lambda: made.dump(phase="nope"), r"phase='nope': expected 'forward', 'backward', or None"),
         (lambda: made.dump(fold="no"), r"fold='no': expected True or False"),
-        (lambda: made.dump(hardware=3), r"hardware=3: expected one of h100"),
+        (lambda: made.dump(hardware=3), r"hardware=3: expected one of a100"),
         (lambda: made.replan(args=3), r"args is a int .*Write args=\(x,\) for model\(x\)"),
         (lambda: made.replan(kwargs=3), r"kwargs a int: expected a tuple and a dict"),
         (lambda: made.replan(module=models.Mlp13()), r"unknown option 'module'"),

@@ -14,6 +14,7 @@ from benchmarks import (
     figures,
     first_step,
     front,
+    hardware_choice,
     joint_choice,
     offload_activations,
     overhead,
@@ -236,7 +237,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(overhead, "DEPTH", 4)
         patch.setitem(EVERY, "smoke", llama("smoke", dim=64, depth=1, vocab=128, batch=1, seq=16))
         scripts = (step_time, peak_bytes, first_step, overhead, passes, scale, plan_405b)
-        for script in (*scripts, chunk_loss, offload_activations, joint_choice):
+        for script in (*scripts, chunk_loss, offload_activations, joint_choice, hardware_choice):
             name = script.__name__.rpartition(".")[2]
             assert script.main(["--smoke", "--out", str(folder / f"{name}.json")]) == 0
     return folder
@@ -347,6 +348,12 @@ def test_joint_choice_smoke(results: Path) -> None:
     for row in read(results, "joint_choice")["rows"]:
         for chosen in filter(None, (row["joint"], row["recompute_only"])):
             assert chosen["saved_bytes"] <= row["budget_bytes"]
+
+
+@pytest.mark.slow
+def test_hardware_choice_smoke(results: Path) -> None:
+    for row in read(results, "hardware_choice")["rows"]:
+        assert row["step_ms"] <= row["step_ms_as_for_other"]
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ OTHER: dict[str, Any] = {
     "async_tensor_parallel": True,
     "device": "cuda",
     "memory_budget": "80GiB",
+    "hardware": "a100",
     "passes": default_passes(Config())[:3],
 }
 # What an option cannot be without.

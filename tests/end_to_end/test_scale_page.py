@@ -14,7 +14,7 @@ import fxshard
 from benchmarks import published, scale_cells, scale_constants, scale_page, scale_tables
 from benchmarks.scale_cells import BF16, Cell
 from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Shape, call
-from fxshard.cost.hardware import PRESETS, Hardware, Link
+from fxshard.hardware import PRESETS, Hardware, Link
 from fxshard.ir import tags
 from fxshard.memory.cuda.settings import AllocatorSettings
 

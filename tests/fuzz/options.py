@@ -71,6 +71,7 @@ PROBABILITIES = {
 LATER: dict[str, tuple[float, tuple[str, ...]]] = {
     "offload_activations": (0.1, ("True", "'1MiB'", "150", "['*']", "['**']")),
     "ranks_may_differ": (0.04, ("True",)),
+    "hardware": (0.1, ("'a100'", "'b200'")),
 }
 PLACEMENTS = (
     "lambda param: Shard(param.ndim - 1) if param.ndim else None",

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 from fxshard.config.checked import Config
 from fxshard.cost import activations
-from fxshard.cost.hardware import PRESETS, Link
 from fxshard.errors import DoesNotFitError, TooLittleError
+from fxshard.hardware import PRESETS, Link
 from fxshard.ir import ops, tags
 from fxshard.ir.splitting import configured_units
 from fxshard.passes.assign_checkpoints import AssignCheckpoints

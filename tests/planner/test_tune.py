@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import fxshard
 from fxshard.cli import main
 from fxshard.config.checked import Config
-from fxshard.cost.hardware import PRESETS
 from fxshard.errors import ConfigError, DoesNotFitError
+from fxshard.hardware import PRESETS
 from fxshard.ir import dump
 from fxshard.memory.views import html, plots
 from fxshard.memory.views.plots import Dot
@@ -392,7 +392,8 @@ def test_the_default_space_has_all_that_is_left_open() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"hardware": "a100"}, "hardware='a100': expected one of h100"),
+        ({"hardware": "v100"}, "hardware='v100': expected one of a100"),
+        ({"space": {"hardware": ["h100", "a100"]}}, "expected the name of an option"),
         ({"memory_budget": "1GiB"}, "give budget=... instead"),
         ({"space": {"checkpiont": [None]}}, "expected the name of an option"),
         ({"space": {"checkpoint": "full"}}, "a list of its values"),
@@ -486,7 +487,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(data["front"]["dots"]) == 4 and "curves" not in data
     assert main.main([*command.split(), "--hardware", "h100", "--budget", "1KiB"]) == 1
     assert "nothing fits" in capsys.readouterr().err
-    assert main.main([*command.split(), "--hardware", "a100"]) == 2
+    assert main.main([*command.split(), "--hardware", "v100"]) == 2
 
 
 def example() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:

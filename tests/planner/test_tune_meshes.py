@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxshard
-from fxshard.cost.hardware import PRESETS
 from fxshard.errors import ConfigError, DoesNotFitError
+from fxshard.hardware import PRESETS
 from fxshard.planner.result import Tuning
 
 NODE = dataclasses.replace(PRESETS["h100"], name="node of 2", ranks_per_node=2)

@@ -246,7 +246,7 @@ class Peers:
         if found:
             raise RankMismatchError(
                 f"ranks differ in {what}. {self._difference(found)} "
-                f"Build the same model and call it alike on every rank."
+                f"Build the same model, with the same options, and call it alike on every rank."
             )
 
     def _next_agreement(self) -> str:

@@ -1,11 +1,13 @@
-"""Hardware: the constants that an estimate is made from, and presets with the source of each.
+"""Hardware: the constants that times are estimated from, and presets with the source of each.
 
 Note: sources
 =============
+[A100]  NVIDIA A100 Tensor Core GPU data sheet, column A100 80GB SXM; without sparsity.
 [H100]  NVIDIA H100 Tensor Core GPU data sheet, column H100 SXM. Its tensor-core figures are with
         sparsity; half of them is what dense matrices get.
 [H200]  NVIDIA H200 Tensor Core GPU data sheet, column H200 SXM.
 [B200]  NVIDIA Blackwell data sheet, column HGX B200, figures of one GPU, halved likewise.
+[CX6]   NVIDIA DGX A100 data sheet: for each GPU a ConnectX-6 port of 200 Gb/s, InfiniBand HDR.
 [CX7]   NVIDIA ConnectX-7 data sheet: one 400 Gb/s port for each GPU of an HGX node.
 [NCCL]  NCCL, src/graph/topo.h (bytes/s of a link) and src/graph/tuning.cc (latencies, share of the
         bandwidth), rows Ring and Tree, protocol LL128; the same tables are in
@@ -17,6 +19,7 @@ Note: sources
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
@@ -66,7 +69,7 @@ class Hardware:
     Attributes:
         name: for messages.
         flops: peak floating-point operations per second of dense matrix products, by dtype of the
-            operands. A dtype that is not in it counts as float32.
+            operands, a dict. A dtype that is not in it counts as float32.
         achievable: the part of it that large matrix products reach.
         memory_bandwidth: bytes per second of the GPU's memory.
         memory_bytes: its size.
@@ -93,6 +96,10 @@ class Hardware:
     tree: Tree | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (("link", Link), ("network", Link), ("host", Link), ("flops", Mapping)):
+            if not isinstance(getattr(self, name), kind):
+                raise self._refusal(name, getattr(self, name), f"is no {kind.__name__}")
+        object.__setattr__(self, "flops", dict(self.flops))  # a copy that can be pickled
         rates = {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
         rates |= {"achievable": self.achievable, "memory_bandwidth": self.memory_bandwidth}
         rates |= {f"{n}.beta": getattr(self, n).beta for n in ("link", "network", "host")}
@@ -102,20 +109,30 @@ class Hardware:
         if self.tree is not None:
             rates |= {"tree.share": self.tree.share}
             times |= {f"tree.{n}": getattr(self.tree, n) for n in ("link_alpha", "network_alpha")}
-        for name, value in rates.items():
-            if not value > 0:
-                raise ConfigError(f"hardware {self.name!r}: {name}={value!r} is not above 0.")
-        for name, value in times.items():
+        for name, value in (rates | times).items():
+            if not isinstance(value, (int, float)) or value == math.inf:
+                raise self._refusal(name, value, "is no finite number")
+            if name in rates and not value > 0:
+                raise self._refusal(name, value, "is not above 0")
             if not value >= 0:
-                raise ConfigError(f"hardware {self.name!r}: {name}={value!r} is below 0.")
+                raise self._refusal(name, value, "is below 0")
         if torch.float32 not in self.flops:
             raise ConfigError(f"hardware {self.name!r}: flops has no torch.float32.")
+
+    def _refusal(self, name: str, value: object, why: str) -> ConfigError:
+        return ConfigError(f"hardware {self.name!r}: {name}={value!r} {why}.")
 
     def rate(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second of matrix products of `dtype`, at best."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
+_AMPERE = {
+    torch.bfloat16: 312e12,  # [A100] 312 TFLOPS
+    torch.float16: 312e12,  # [A100] 312; it has no tensor cores for fp8
+    torch.float32: 19.5e12,  # [A100] 19.5, without tensor cores: torch's default allows no TF32
+    torch.float64: 19.5e12,  # [A100] 19.5, tensor cores
+}
 _HOPPER = {
     torch.bfloat16: 989.4e12,  # [H100] 1,979 TFLOPS with sparsity
     torch.float16: 989.4e12,  # [H100] 1,979 with sparsity
@@ -166,6 +183,25 @@ _H100 = Hardware(
 )
 
 PRESETS: dict[str, Hardware] = {
+    "a100": dataclasses.replace(
+        _H100,
+        name="a100",
+        flops=_AMPERE,
+        memory_bandwidth=2.039e12,  # [A100] 2,039 GB/s
+        memory_bytes=80 * 10**9,  # [A100] 80 GB
+        link=Link(
+            alpha=1.9 * MICRO,  # [NCCL] hwLat, NVLINK
+            beta=12 * 20.0e9 * _LL128,  # [NCCL] SM80_NVLINK_BW; 12 links, nominally 25 GB/s each
+        ),
+        network=Link(
+            alpha=4.0 * MICRO,  # [NCCL] hwLat, NET
+            beta=25e9 * _LL128,  # [CX6] 200 Gb/s
+        ),
+        host=Link(
+            alpha=10 * MICRO,  # [guess]
+            beta=32e9,  # [A100] PCIe Gen4: 64 GB/s, half of it each way
+        ),
+    ),
     "h100": _H100,
     "h200": dataclasses.replace(
         _H100,
@@ -193,19 +229,14 @@ def hardware_of(chosen: str | Hardware, ranks_per_node: int | None = None) -> Ha
     Raises:
         ConfigError: there is no such preset, or the number is below 1.
     """
-    if isinstance(chosen, str):
-        if chosen not in PRESETS:
-            raise ConfigError(
-                f"hardware={chosen!r}: expected one of {', '.join(PRESETS)}, or a "
-                f"fxshard.cost.hardware.Hardware with figures of your own."
-            )
-        chosen = PRESETS[chosen]
-    if not isinstance(chosen, Hardware):
+    found = PRESETS.get(chosen) if isinstance(chosen, str) else chosen
+    if not isinstance(found, Hardware):
+        other = "" if isinstance(chosen, str) else f", not {type(chosen).__name__}"
         raise ConfigError(
             f"hardware={chosen!r}: expected one of {', '.join(PRESETS)}, or a "
-            f"fxshard.cost.hardware.Hardware, not {type(chosen).__name__}."
+            f"fxshard.hardware.Hardware with figures of your own{other}."
         )
     if ranks_per_node is not None:
         check_count("ranks_per_node", ranks_per_node)
-        return dataclasses.replace(chosen, ranks_per_node=ranks_per_node)
-    return chosen
+        return dataclasses.replace(found, ranks_per_node=ranks_per_node)
+    return found
