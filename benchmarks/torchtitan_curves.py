@@ -57,7 +57,7 @@ STEPS = 8
 HALF = STEPS // 2
 CASES = (
     *("llama3, none", "llama3, selective", "llama3, full", "qwen3, selective"),
-    "qwen3 experts, none",  # spread over the ranks
+    *("qwen3 experts, none", "qwen3 experts, full"),  # spread over the ranks
     "llama3 tensor, none",  # 2 x 2 ranks
 )
 # Beside data parallelism, of degree 2: the option, and how many ranks there are.
