@@ -27,15 +27,16 @@ from fxshard.memory.report import MemoryReport
 
 def fsdp2(args: argparse.Namespace) -> int:
     """``fxshard fsdp2``."""
+    known = options(args)
+    names = ("units", "mixed_precision", "reshard_after_forward", "checkpoint", "optimizer")
     why = "torch's FSDP2 has no such option"
-    refuse_beside(args, "fsdp2", why, "--strategy", "--memory-budget", "--hardware")
+    others = sorted(known.keys() - {*names, "offload", "backend"})
+    refuse_beside(args, "fsdp2", why, *(f"--{name.replace('_', '-')}" for name in others))
     if args.backend != "eager":
         raise ConfigError("--backend with fsdp2: use --compile, torch.compile of each unit.")
     if not isinstance(args.world_size, int):
         raise ConfigError("--world-size: fsdp2 shards over all ranks; give their number.")
     model, inputs, kwargs = load(Source.of(args), "meta")
-    known = options(args)
-    names = ("units", "mixed_precision", "reshard_after_forward", "checkpoint", "optimizer")
     with task("running dry"):
         found = fxshard.fsdp2_memory(
             *(model, inputs, kwargs),

@@ -492,7 +492,9 @@ IDLE = [
     (("diff", "a", "b", "--json", "--all"), "--all with --json"),
     (("dump", *BLOCKS, "--graph", "--phase", "forward"), "--phase with --graph"),
     (("dump", *BLOCKS, "--code", "--no-fold"), "--no-fold with --code"),
-    (("fsdp2", *BLOCKS, "--hardware", "h100"), "--hardware with fsdp2"),
+    *((("fsdp2", *BLOCKS, *more), f"{more[0]} with fsdp2: torch's FSDP2 has no such option")
+      for more in (("--hardware", "h100"), ("--strategy", "no_shard"), ("--memory-budget", "1GiB"),
+                   ("--chunk-loss",), ("--offload-activations",), ("--data-sizes", "5"))),
     (("solve", "max_seq", *ON_TOKENS, "--at", "batch=2", "--at", "batch=4", "--budget", "1GiB"),
      "--at names batch twice"),
     (("solve", "max_b", *BLOCKS, "--dynamic", "b=input:0", "--dynamic", "b=input:1", "--budget",
