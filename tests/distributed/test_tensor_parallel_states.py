@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fxshard
@@ -150,6 +151,14 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         parallelize_module(model, mesh["b"], {"layers.1.0": ColwiseParallel()})
         fxshard.compile(model, mesh=mesh["dp"])
 
+    def a_parameter_of_two() -> None:
+        """As torchtitan's experts with ``expert_tensor_parallel_degree`` above 1."""
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "etp"))
+        model, placements = Mlp(), (Shard(0), Shard(1))
+        weight = distribute_tensor(model.layers[0][0].weight, mesh["ep", "etp"], placements)
+        model.layers[0][0].weight = nn.Parameter(weight)
+        fxshard.compile(model, mesh=mesh["dp"])
+
     def a_buffer() -> None:
         model, mesh = JOB.parallel()
         model.register_buffer("scale", full_like_a_parameter(model))
@@ -212,6 +221,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
     for case in (
         *(without_a_mesh, over_all_ranks, another_mesh, of_two_dimensions, a_buffer, ignored),
+        a_parameter_of_two,
         *(shard, may_differ, meta, a_layer_alone, summoned, muon, pickled, formulas, another_batch),
         *(read_from_elsewhere, strategies),
     ):
@@ -229,6 +239,7 @@ REFUSED = {
     "over_all_ranks": "UnitError: parameter 'layers.0.0.weight' is a DTensor already, .* over too",
     "another_mesh": "UnitError: .* no dimension of the mesh that fxshard shards over .* one mesh",
     "of_two_dimensions": "UnitError: .*'layers.1.0.weight'.* Give parallelize_module the same",
+    "a_parameter_of_two": "UnitError: parameter 'layers.0.0.weight' .* shards what one dimension",
     "a_buffer": "UnitError: buffer 'scale' is a DTensor: .*to_local",
     "ignored": "UnitError: parameter 'layers.0.0.weight' is a DTensor .*, and ignored",
     "read_from_elsewhere": "CaptureError: .*from elsewhere than its module",
