@@ -26,9 +26,12 @@ def gradient_categories(
     found = _computed_to_be_sent(program)
     params, ignored = program.params, program.ignored
     todo: list[fx.Node] = []
+    reduced: set[int] = set()
     for launch in program.graph.nodes:
         if transfers.is_first_reduction(program, launch):
             todo += tags.operands(launch)
+        if transfers.is_reduction(launch):
+            reduced |= set().union(*map(tags.storage_ids, launch.users))
     while todo:
         sent = todo.pop()
         maker = transfers.storage_maker(sent)
@@ -49,7 +52,9 @@ def gradient_categories(
         if result.kind == "accumulated":
             category = Category.UNSHARDED_GRAD
         elif result.kind == "partial" or (
-            result.kind == "grad" and result.name in (params.keys() | ignored.keys()) - without
+            result.kind == "grad"
+            and (result.name in params or result.name in ignored)
+            and (result.name not in without or _is_reduced(value, reduced))
         ):
             category = Category.SHARDED_GRAD
         else:
@@ -57,6 +62,16 @@ def gradient_categories(
         for storage in tags.storage_ids(value):
             found.setdefault(storage, category)
     return found
+
+
+def _is_reduced(value: fx.Node, reduced: set[int]) -> bool:
+    """True if a storage is among those that reductions write, or a copy of one."""
+    while not tags.storage_ids(value) & reduced:
+        maker = transfers.storage_maker(value)
+        if maker is None or not is_reduce_copy(maker.target, dict(maker.kwargs)):
+            return False
+        value = maker.all_input_nodes[0]
+    return True
 
 
 def _computed_to_be_sent(program: Program) -> dict[int, Category]:
