@@ -43,7 +43,8 @@ def join(path: str, name: str) -> str:
 
 
 # What wrappers of torch put into names: checkpoint_wrapper, torch.compile, FSDP1.
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+WRAPPERS = (CHECKPOINT_WRAPPED, "_orig_mod", "_fsdp_wrapped_module")
 
 
 def without_wrappers(fqn: str) -> str:

@@ -18,6 +18,7 @@ from fxshard._torch import checkpointing, export, modules
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard._torch.traced_collectives import is_collective, note_ranks
 from fxshard.capture import aliasing, precision, provenance, strides
+from fxshard.capture.modules import CHECKPOINT_WRAPPED
 from fxshard.errors import CaptureError
 from fxshard.ir import tags
 from fxshard.ir.program import Program, Result
@@ -101,9 +102,10 @@ def _first_names(program: Program) -> dict[str, str]:
 
 def _known(name: str, first: dict[str, str]) -> str:
     """The first name of a parameter. A ``checkpoint_wrapper`` around the model itself leaves its
-    own name out of those of parameters, which the trace, from outside, cannot know.
+    own name, and those of wrappers inside of it, out of those of parameters, which the trace, from
+    outside, cannot know.
     """
-    return first[name if name in first else name.partition(".")[2]]
+    return first[name if name in first else name.replace(f"{CHECKPOINT_WRAPPED}.", "")]
 
 
 def _tag_placeholders(program: Program, sources: list[Any]) -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.testing import assert_close
 
 from tests.fsdp2 import full
@@ -111,6 +112,22 @@ def of_a_submodule(rank: int, world_size: int, strategy: Any) -> bool:
 @GRID
 def test_submodules_take_no_hook(ranks: Any, strategy: Any) -> None:
     assert ranks(2).run(of_a_submodule, strategy) == [False, False]
+
+
+def with_replicas(rank: int, world_size: int, strategy: Any) -> str:
+    options = {"strategy": strategy, "mesh": init_device_mesh("cpu", (1, world_size))}
+    model = compiled(Net(), units=[nn.Linear], **options)
+    return told(lambda: model.register_comm_hook(1234.0, noisy))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
+    ids=lambda strategy: strategy.name,
+)
+def test_hybrid_strategies_take_no_hook(ranks: Any, strategy: Any) -> None:
+    for said in ranks(2).run(with_replicas, strategy):
+        assert "register_comm_hook does not go together with strategy='hybrid_shard" in said
 
 
 def compressed(

@@ -101,9 +101,15 @@ def test_states_of_rank_0(ranks: Any) -> None:
     ranks(4).run(synced)
 
 
-def counted(rank: int, world_size: int, strategy: Any) -> tuple[list[str], list[str]]:
-    mesh = init_device_mesh("cpu", (1, world_size))
-    model = compiled(Transformer(), strategy=strategy, mesh=mesh)
+def counted(
+    rank: int, world_size: int, strategy: Any, by_mesh: bool
+) -> tuple[list[str], list[str]]:
+    """All ranks shard; each replicates with itself alone."""
+    given: dict[str, Any] = {"mesh": init_device_mesh("cpu", (1, world_size))}
+    if not by_mesh:
+        alone = [dist.new_group([each]) for each in range(world_size)][rank]
+        given = {"process_group": (dist.group.WORLD, alone)}
+    model = compiled(Transformer(), strategy=strategy, **given)
     loss_of(model).backward()
     with count_collectives() as forward:
         loss = loss_of(model)
@@ -112,10 +118,14 @@ def counted(rank: int, world_size: int, strategy: Any) -> tuple[list[str], list[
     return forward.kinds(), backward.kinds()
 
 
+BY_MESH = pytest.mark.parametrize("by_mesh", [True, False], ids=["mesh", "groups"])
+
+
 @EACH
-def test_collectives(ranks: Any, strategy: Any) -> None:
+@BY_MESH
+def test_collectives(ranks: Any, strategy: Any, by_mesh: bool) -> None:
     """Each of the 5 units is reduce-scattered; one replica needs no all-reduce."""
-    for forward, backward in ranks(2).run(counted, strategy):
+    for forward, backward in ranks(2).run(counted, strategy, by_mesh):
         assert forward.count("all_gather") == 5
         assert backward.count("reduce_scatter") == 5
         assert backward.count("all_gather") == (0 if strategy is HYBRID[1] else 5)
@@ -142,10 +152,10 @@ def test_as_full_shard(ranks: Any, strategy: Any) -> None:
     ranks(4).run(parity, strategy)
 
 
-def mixed(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+def mixed(rank: int, world_size: int, strategy: Any) -> tuple[list[str], list[str]]:
     """The layers are sharded in pairs of ranks, what is around them over all four."""
+    layers = dict.fromkeys(("transformer.*.layers.*",), strategy)
     mesh = init_device_mesh("cpu", (2, 2))
-    layers = dict.fromkeys(("transformer.*.layers.*",), HYBRID[0])
     given: dict[str, Any] = {"strategy": {"": ShardingStrategy.FULL_SHARD, **layers}, "mesh": mesh}
     model, plain = compiled(Transformer(), **given), compiled(Transformer())
     for each in (model, plain):
@@ -160,9 +170,12 @@ def mixed(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     return forward.kinds(), backward.kinds()
 
 
-def test_hybrid_layers_in_a_model_that_is_fully_sharded(ranks: Any) -> None:
-    for forward, backward in ranks(4).run(mixed):
+@pytest.mark.sample(1)
+@EACH
+def test_hybrid_layers_in_a_model_that_is_fully_sharded(ranks: Any, strategy: Any) -> None:
+    for forward, backward in ranks(4).run(mixed, strategy):
         assert forward.count("all_gather") == 5
+        assert backward.count("all_gather") == (1 if strategy is HYBRID[1] else 5)
         assert backward.count("reduce_scatter") == 5
         assert backward.count("all_reduce") == 4
 

@@ -181,7 +181,7 @@ def embedded(rank: int, world_size: int, policy: MixedPrecision) -> None:
     """Integer inputs are not cast."""
     model = compiled(Transformer(train=True), units=[], mixed_precision=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(6):
         with reductions() as seen:
             loss = loss_of(model)
             loss.backward()
@@ -362,6 +362,9 @@ def evaluated(rank: int, world_size: int, cast: bool, full_in_eval: bool) -> Non
     assert (F16 in seen) != full_in_eval
 
 
+CAST = pytest.mark.parametrize("cast", [True, False], ids=["cast", "as_given"])
+
+
 @pytest.mark.parametrize(
     ("cast", "full_in_eval"),
     [(True, True), (True, False), (False, False)],
@@ -369,6 +372,30 @@ def evaluated(rank: int, world_size: int, cast: bool, full_in_eval: bool) -> Non
 )
 def test_precision_in_eval(ranks: Any, cast: bool, full_in_eval: bool) -> None:
     ranks(2).run(evaluated, cast, full_in_eval)
+
+
+def reduced_in_eval(rank: int, world_size: int, cast: bool, full_in_eval: bool) -> None:
+    """Of gradients in fp32, batch norm's too: in fp16 unless eval is in full precision."""
+    policy = MixedPrecision(
+        param_dtype=F32,
+        reduce_dtype=F16,
+        buffer_dtype=None if full_in_eval else F32,
+        cast_forward_inputs=cast,
+        _module_classes_to_ignore=[],
+    )
+    options = {"mixed_precision": policy, "full_precision_in_eval": full_in_eval}
+    model = compiled(Transformer(train=True), **options)
+    model.eval()
+    with reductions() as seen:
+        loss_of(model).backward()
+    assert set(seen) == {F32 if full_in_eval else F16}
+
+
+@pytest.mark.sample(2)
+@CAST
+@FULL_IN_EVAL
+def test_reductions_in_eval(ranks: Any, cast: bool, full_in_eval: bool) -> None:
+    ranks(2).run(reduced_in_eval, cast, full_in_eval)
 
 
 def buffers_in_eval(rank: int, world_size: int) -> str:

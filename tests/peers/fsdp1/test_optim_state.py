@@ -1,6 +1,7 @@
 """torch's test_fsdp_optim_state.py: full and sharded states of optimizers, by name."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,14 +108,18 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer, kind: str, rank0: boo
     return model.full_optim_state_dict(optimizer, rank0_only=rank0)
 
 
-def same_state(state: Any, other: Any) -> None:
-    """States and groups, by the same keys."""
+def local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def same_state(state: Any, other: Any, of: Callable[[Any], Any] = full) -> None:
+    """States and groups, by the same keys; `of` this rank alone, or of all ranks."""
     assert state["state"].keys() == other["state"].keys()
     for key in sorted(state["state"]):  # gathered in one order on all ranks
         values = state["state"][key]
         assert values.keys() == other["state"][key].keys()
         for name, value in values.items():
-            assert_close(full(value), full(other["state"][key][name]))
+            assert_close(of(value), of(other["state"][key][name]))
     groups = [
         [group | {"params": sorted(group["params"])} for group in each["param_groups"]]
         for each in (state, other)
@@ -160,6 +165,7 @@ def keys(rank: int, world_size: int) -> None:
     step(model, optimizer, 1)
     state = model.full_optim_state_dict(optimizer, rank0_only=False)
     assert state["state"].keys() == model.full_state_dict(rank0_only=False).keys()
+    assert state["state"].keys() == dict(Nested().named_parameters()).keys()
 
 
 def test_keys_as_of_the_state_dict(ranks: Any) -> None:
@@ -209,11 +215,11 @@ def loaded(
     if halve and rank % 2:
         return
     second = compiled(build(), units=units[1], process_group=group)
-    other = adam(second, groups, reverse and rank % 4 == 0 and not halve)
+    other = adam(second, groups, reverse and rank % 4 == 0)
     step(second, other)
     want = copy.deepcopy(other.state_dict())
     to_load = second.optim_state_dict_to_load(other, state)
-    same_state(to_load, want)
+    same_state(to_load, want, local)  # by numbers, which `reverse` makes other ones on rank 0
     other.load_state_dict(to_load)
     step(second, other)
 
@@ -221,23 +227,36 @@ def loaded(
 NESTED = [(UNITS, UNITS), (UNITS, OTHER_UNITS)]
 
 
+NESTED_UNITS = pytest.mark.parametrize("units", NESTED, ids=["same_units", "other_units"])
+SENT = pytest.mark.parametrize("sent", ["all", "rank0"])
+
+
+@pytest.mark.sample(6)
+@REVERSED
 @IN_GROUPS
-@pytest.mark.parametrize("units", NESTED, ids=["same_units", "other_units"])
-@pytest.mark.parametrize("sent", ["all", "rank0"])
-def test_full_state_loaded(ranks: Any, sent: str, units: Any, groups: bool) -> None:
-    ranks(2).run(loaded, Nested, "full", False, sent, units, groups)
+@NESTED_UNITS
+@SENT
+def test_full_state_loaded(ranks: Any, sent: str, units: Any, groups: bool, reverse: bool) -> None:
+    ranks(2).run(loaded, Nested, "full", False, sent, units, groups, reverse)
 
 
-@pytest.mark.parametrize("sent", ["all", "rank0"])
-@pytest.mark.parametrize("units", NESTED, ids=["same_units", "other_units"])
-def test_full_state_loaded_on_half_of_the_ranks(ranks: Any, units: Any, sent: str) -> None:
-    ranks(4).run(loaded, Nested, "full", True, sent, units, True, True)
+@pytest.mark.sample(4)
+@REVERSED
+@IN_GROUPS
+@NESTED_UNITS
+@SENT
+def test_full_state_loaded_on_half_of_the_ranks(
+    ranks: Any, sent: str, units: Any, groups: bool, reverse: bool
+) -> None:
+    ranks(4).run(loaded, Nested, "full", True, sent, units, groups, reverse)
 
 
-@pytest.mark.parametrize("sent", ["all", "rank0"])
-def test_full_state_of_a_transformer_loaded(ranks: Any, sent: str) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("halve", [False, True], ids=["as_many_ranks", "half_of_them"])
+@SENT
+def test_full_state_of_a_transformer_loaded(ranks: Any, sent: str, halve: bool) -> None:
     units = (Transformer.units, Transformer.units)
-    ranks(2).run(loaded, SameBatches, "full", False, sent, units)
+    ranks(4 if halve else 2).run(loaded, SameBatches, "full", halve, sent, units)
 
 
 class SameBatches(Transformer):
@@ -247,9 +266,12 @@ class SameBatches(Transformer):
         return torch.arange(12).view(6, 2), torch.arange(8).view(4, 2)
 
 
-@pytest.mark.parametrize("build", [Nested, SameBatches])
-def test_sharded_state_loaded(ranks: Any, build: Any) -> None:
-    units = (UNITS, OTHER_UNITS) if build is Nested else (Transformer.units, Transformer.units)
+@pytest.mark.parametrize(
+    ("build", "units"),
+    [*((Nested, units) for units in NESTED), (SameBatches, (Transformer.units,) * 2)],
+    ids=["same_units", "other_units", "transformer"],
+)
+def test_sharded_state_loaded(ranks: Any, build: Any, units: Any) -> None:
     ranks(2).run(loaded, build, "sharded", False, "all", units)
 
 

@@ -158,7 +158,8 @@ class Model(nn.Module):
 
 def trained(rank: int, model: nn.Module) -> Any:
     torch.manual_seed(rank)
-    x = torch.rand(64, 4, requires_grad=True)
+    width = next(model.parameters()).shape[1]
+    x = torch.rand(64, width, requires_grad=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(x).sum().backward()
@@ -186,12 +187,13 @@ def test_trained_as_ddp_and_loaded(ranks: Any, kind: str, on_cpu: bool) -> None:
     ranks(2).run(as_ddp, kind, on_cpu)
 
 
-def into_plain(rank: int, world_size: int, kind: str) -> None:
-    model = trained(rank, compiled(Model(), units=["inner"]))
+def into_plain(rank: int, world_size: int, kind: str, build: Any) -> None:
+    torch.manual_seed(0)
+    model = trained(rank, compiled(build(), units=["inner"] if build is Model else MODELS[build]))
     state = saved(model, kind)
     if kind == "sharded":
         state = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
-    plain = Model()
+    plain = build()
     with torch.no_grad():
         for param in plain.parameters():
             param.zero_()
@@ -199,9 +201,10 @@ def into_plain(rank: int, world_size: int, kind: str) -> None:
     same(model, plain)
 
 
+@pytest.mark.parametrize("build", [Model, container])
 @EACH_KIND
-def test_loaded_into_the_plain_model(ranks: Any, kind: str) -> None:
-    ranks(2).run(into_plain, kind)
+def test_loaded_into_the_plain_model(ranks: Any, kind: str, build: Any) -> None:
+    ranks(2).run(into_plain, kind, build)
 
 
 # -- activation checkpointing ----------------------------------------------------------------------
@@ -211,19 +214,25 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def wrapped(build: Any, wraps: bool) -> Any:
+def wrapped(build: Any, when: str) -> Any:
+    """With torch's wrappers around each layer and the model itself before it is compiled, around
+    the layers inside of it after that, or without."""
     torch.manual_seed(0)
     module = build()
-    if wraps:
+    if when == "before":
         apply_activation_checkpointing(module, check_fn=is_linear)
-    return compiled(module, units=[nn.Linear])
+        module = checkpoint_wrapper(module)
+    model = compiled(module, units=[nn.Linear])
+    if when == "after":
+        apply_activation_checkpointing(model, check_fn=is_linear)
+    return model
 
 
-def checkpointed(rank: int, world_size: int, kind: str, source: bool, into: bool) -> None:
+def checkpointed(rank: int, world_size: int, kind: str, build: Any, source: str, into: str) -> None:
     """Names are those of the plain model, wherever the wrappers are."""
-    model, other = wrapped(nested, source), wrapped(nested, into)
+    model, other = wrapped(build, source), wrapped(build, into)
     state = saved(model, kind)
-    assert list(state) == ["0.weight", "1.weight"]
+    assert list(state) == list(build().state_dict())
     zeroed(other)
     other.load_state_dict(state, strict=True)
     got, want = (params_of(each).values() for each in (other, model))
@@ -232,12 +241,24 @@ def checkpointed(rank: int, world_size: int, kind: str, source: bool, into: bool
     assert_close(other(x), model(x))
 
 
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("build", [nested, simple])
 @pytest.mark.parametrize(
-    ("source", "into"), [(True, False), (False, True), (True, True)], ids=["from", "to", "both"]
+    ("source", "into"),
+    [
+        ("before", "no"),
+        ("no", "before"),
+        ("before", "before"),
+        ("after", "no"),
+        ("after", "after"),
+    ],
+    ids=["from", "to", "both", "from_after", "both_after"],
 )
 @EACH_KIND
-def test_with_checkpoint_wrappers(ranks: Any, kind: str, source: bool, into: bool) -> None:
-    ranks(2).run(checkpointed, kind, source, into)
+def test_with_checkpoint_wrappers(
+    ranks: Any, kind: str, build: Any, source: str, into: str
+) -> None:
+    ranks(2).run(checkpointed, kind, build, source, into)
 
 
 def wrapped_after(rank: int, world_size: int) -> None:
@@ -349,7 +370,7 @@ class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.linear_skip = nn.Linear(10, 5), nn.Linear(10, 5)
-        self.inner = nn.Linear(5, 5)
+        self.inner = nn.Sequential(nn.Linear(5, 5))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(self.linear(x) + self.linear_skip(x))
@@ -358,13 +379,17 @@ class Skips(nn.Module):
 def skipping(rank: int, world_size: int, kind: str) -> None:
     """FSDP1 detaches a module while it wraps; `ignored` says so."""
     torch.manual_seed(0)
-    model, other = (compiled(Skips(), units=["inner"], ignored=["linear_skip"]) for _ in "ab")
+    options = {"units": ["linear", "inner", "inner.0"], "ignored": ["linear_skip"]}
+    model, other = (compiled(Skips(), **options) for _ in "ab")
     model(torch.randn(1, 10)).sum().backward()
     assert not isinstance(model.linear_skip.weight, DTensor)
     state = saved(model, kind)
     assert sorted(state) == sorted(Skips().state_dict())
     other.load_state_dict(copy.deepcopy(state), strict=True)
     same(other, model)
+    plain = Skips()
+    plain.load_state_dict({name: full(state[name]) for name in sorted(state)}, strict=True)
+    same(plain, model)
 
 
 @EACH_KIND
@@ -372,13 +397,23 @@ def test_skipped_module(ranks: Any, kind: str) -> None:
     ranks(2).run(skipping, kind)
 
 
-def ignoring(rank: int, world_size: int, prefix: str, inner: bool, policy: Any) -> None:
-    """Ignored parameters and their buffers are not copied, under any prefix, nor cast."""
+def ignoring(
+    rank: int, world_size: int, prefix: str, whole: bool, inner: bool, policy: Any
+) -> None:
+    """Ignored parameters are not copied, under any prefix, nor buffers; nor cast."""
     module = Model()
     names = ["outer", "inner"] if inner else ["outer"]
     model = compiled(module, units=[], ignored=names, mixed_precision=policy)
-    states = [model.state_dict(prefix=prefix) for _ in range(2)]
+
+    def saved() -> dict[str, Any]:
+        if whole:
+            return model.full_state_dict(cpu_offload=False, rank0_only=False)
+        return model.state_dict(prefix=prefix)
+
+    states = [saved() for _ in range(2)]
     kept = [f"{name}.{what}" for name in names for what in ("weight", "bias", "buffer")]
+    if policy is None and not inner:
+        kept.append("inner.buffer")
     for name in kept:
         tensor = model.get_parameter(name) if "buffer" not in name else model.get_buffer(name)
         for state in states:
@@ -392,9 +427,14 @@ def ignoring(rank: int, world_size: int, prefix: str, inner: bool, policy: Any) 
 
 @pytest.mark.parametrize("policy", [HALF, None], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("inner", [True, False], ids=["both", "outer"])
-@pytest.mark.parametrize("prefix", ["foo.", ""], ids=["prefix", "none"])
-def test_ignored_modules(ranks: Any, prefix: str, inner: bool, policy: Any) -> None:
-    ranks(2).run(ignoring, prefix, inner, policy)
+@pytest.mark.parametrize(
+    ("prefix", "whole"),
+    [("foo.", False), ("", False), ("", True)],
+    ids=["prefix", "none", "full"],
+)
+def test_ignored_modules(ranks: Any, prefix: str, whole: bool, inner: bool, policy: Any) -> None:
+    """`full_state_dict` has no prefix."""
+    ranks(2).run(ignoring, prefix, whole, inner, policy)
 
 
 def one_element(rank: int, world_size: int) -> None:

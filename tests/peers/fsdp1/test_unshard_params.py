@@ -321,9 +321,9 @@ def test_changed_between_forward_and_backward(ranks: Any) -> None:
 # -- submodules ------------------------------------------------------------------------------------
 
 
-def of_parts(rank: int, world_size: int) -> list[str]:
+def of_parts(rank: int, world_size: int, policy: Any) -> list[str]:
     """`fqns` take the parameters in some submodules, and with recurse=False of their own units."""
-    model = compiled(Nested().module, units=["1", "1.0", "2"])
+    model = compiled(Nested().module, units=["1", "1.0", "2"], mixed_precision=policy)
     names = list(dict(model.named_parameters()))
 
     def seen() -> set[str]:
@@ -344,7 +344,8 @@ def of_parts(rank: int, world_size: int) -> list[str]:
     return [again, told(lambda: model.unshard(fqns=["9"]))]
 
 
-def test_of_a_submodule(ranks: Any) -> None:
-    for again, nowhere in ranks(2).run(of_parts):
+@POLICIES
+def test_of_a_submodule(ranks: Any, policy: Any) -> None:
+    for again, nowhere in ranks(2).run(of_parts, policy):
         assert "Name all submodules in one call, or call reshard() first" in again
         assert "fqns=['9']: '9' is no submodule" in nowhere

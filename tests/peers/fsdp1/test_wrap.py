@@ -1,5 +1,6 @@
 """torch's test_wrap.py: which modules policies make units. Nothing runs: units are planned."""
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
+    ModuleWrapPolicy,
     _or_policy,
     _wrap_module_cls_individually,
     always_wrap_policy,
@@ -173,12 +175,49 @@ class LoraAttention(nn.Module):
         return self.q_proj(x) + self.lora_B(self.lora_A(x))
 
 
-def lora(rank: int, world_size: int) -> None:
+class LoraMLP(nn.Module):
+    """All is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj1, self.proj2 = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj2(torch.relu(self.proj1(x)))
+
+
+class LoraDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = LoraAttention(), LoraMLP()
+        self.norm = nn.LayerNorm(8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x + self.attn(x)))
+
+
+LORA = (LoraAttention, LoraMLP, LoraDecoder)
+
+
+def with_options(module: nn.Module) -> Any:
+    if isinstance(module, LoraAttention):
+        return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    return isinstance(module, LORA)
+
+
+LORA_POLICIES = {
+    "classes": ModuleWrapPolicy(set(LORA)),
+    "function": CustomPolicy(lambda module: isinstance(module, LORA)),
+    "function_with_options": CustomPolicy(with_options),
+}
+
+
+def lora(rank: int, world_size: int, policy: str) -> None:
     """FSDP1 warns that frozen and trained ones share a unit; here gradients are no larger."""
     torch.manual_seed(0)
-    plain = nn.Sequential(LoraAttention(), LoraAttention())
-    torch.manual_seed(0)
-    model = compiled(nn.Sequential(LoraAttention(), LoraAttention()), units=[LoraAttention])
+    plain = nn.Sequential(LoraDecoder(), LoraDecoder())
+    model = compiled(copy.deepcopy(plain), units=LORA_POLICIES[policy])
     pair = ddp(plain), model
     torch.manual_seed(rank)
     x = torch.randn(4, 8)
@@ -187,12 +226,17 @@ def lora(rank: int, world_size: int) -> None:
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     same(pair[1], pair[0])
     assert {n for n, p in model.named_parameters() if p.grad is not None} == {
-        f"{i}.lora_{each}.weight" for i in range(2) for each in "AB"
+        f"{i}.attn.lora_{each}.weight" for i in range(2) for each in "AB"
     }
+    assert [unit.fqn for unit in model.plan.units] == [
+        "",
+        *(f"{i}{part}" for i in range(2) for part in ("", ".attn", ".mlp")),
+    ]
 
 
-def test_frozen_and_trained_in_one_unit(ranks: Any) -> None:
-    ranks(2).run(lora)
+@pytest.mark.parametrize("policy", LORA_POLICIES)
+def test_frozen_and_trained_in_one_unit(ranks: Any, policy: str) -> None:
+    ranks(2).run(lora, policy)
 
 
 class Small(nn.Module):
