@@ -1,4 +1,7 @@
-"""The command line, in process: what it prints, and how it ends."""
+"""The command line, in process: what it prints, and how it ends.
+
+One file because every command is called the same way.
+"""
 
 import dataclasses
 import json
