@@ -16,17 +16,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 import fxshard
+from tests.oracles import count_collectives
 from tests.peers.fsdp2.common import MLP, adam, average_grads, shard
 from tests.ranks import told
 
 PLAN = {"*.in_proj": ColwiseParallel(), "*.out_proj": RowwiseParallel()}
 
 
-def two_mlps(mesh: DeviceMesh, data: Any, device: str = "cpu") -> tuple[Any, Any]:
+def two_mlps(
+    mesh: DeviceMesh, data: Any, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
     """A plain model, and the same one, parallelised and sharded over the dimensions `data`."""
     torch.manual_seed(42)
     with torch.device(device):
-        plain = nn.Sequential(MLP(8), MLP(8))
+        plain = nn.Sequential(MLP(8), MLP(8)).to(dtype)
     model = parallelize_module(copy.deepcopy(plain), mesh["tp"], PLAN)
     return plain, shard(model, mesh=mesh[data])
 
@@ -35,14 +38,15 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], norm_type: float
     """Beside data parallelism alone: gradients, their norm, and parameters."""
     names = ("dp", "tp") if len(shape) == 2 else ("replicate", "dp", "tp")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    ref, model = two_mlps(mesh, names[:-1])
+    ref, model = two_mlps(mesh, names[:-1], dtype=torch.float64)  # gradients are large: see below
     data = mesh[names[:-1]]
     group = (data if data.ndim == 1 else data._flatten("data")).get_group()
     optimizers = adam(ref), adam(model)
     torch.manual_seed(rank // shape[-1])
-    for _ in range(3):
-        x = torch.randn(4, 8)
-        losses = [each(x).sum() for each in (ref, model)]
+    for _ in range(10):
+        x = torch.randn(4, 8, dtype=torch.float64)
+        # Outputs grow: those that shrink are soon zeros, behind a ReLU, and so are all gradients.
+        losses = [-1e3 * each(x).sum() for each in (ref, model)]
         for loss in losses:
             loss.backward()
         assert_close(*losses)
@@ -51,9 +55,14 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...], norm_type: float
         for theirs, mine in pairs:
             assert isinstance(mine.grad, DTensor) and mine.grad.placements == mine.placements
             assert_close(mine.grad.full_tensor(), theirs.grad)
-        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1, norm_type, foreach=True)
+        with count_collectives() as seen:
+            total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1, norm_type, foreach=True)
         expected = torch.nn.utils.clip_grad_norm_(ref.parameters(), 1, norm_type)
+        assert expected > 1  # or nothing is clipped
         assert_close(total.full_tensor(), expected)
+        assert seen.kinds() == ["all_reduce"] * 2  # over shards and over "tp"; replicas are alike
+        for theirs, mine in pairs:
+            assert_close(mine.grad.full_tensor(), theirs.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
