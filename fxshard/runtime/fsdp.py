@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from fxshard.capture.modules import without_wrappers
 from fxshard.errors import ConfigError, StepError
 from fxshard.runtime import reduce_hooks, state
 from fxshard.runtime.gathering import let_gather
@@ -289,8 +290,10 @@ class FsdpMethods(UnitMethods):
             RankMismatchError: ranks have states of other parameters, or some do not call it.
         """
         found = state.optim_state_dict(self, optimizer)
-        states, order = found["state"], [name for name, _ in self.named_parameters()]
-        found["state"] = {name: states[name] for name in order if name in states}
+        # In the order of the model, where modules may have been wrapped since it was sharded.
+        order = {without_wrappers(name): i for i, (name, _) in enumerate(self.named_parameters())}
+        states = sorted(found["state"].items(), key=lambda of: order[without_wrappers(of[0])])
+        found["state"] = dict(states)
         held = [f"a state of {name}" for name in found["state"]]
         self._fxshard.world.together("full_optim_state_dict", held)
         rows = self._fxshard.all_rows

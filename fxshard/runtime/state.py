@@ -29,6 +29,7 @@ from fxshard._torch import autograd, dtensors, optimizers, trees
 from fxshard._torch import modules as torch_modules
 from fxshard._torch.dtensors import _dtensor, local_part, sharded_like
 from fxshard.capture import swapped
+from fxshard.capture.modules import without_wrappers
 from fxshard.errors import CheckpointError, ConfigError, StepError
 from fxshard.ir.layout import flat_numels, in_flat_storage
 from fxshard.runtime.sharding import Slot
@@ -533,7 +534,7 @@ def optim_state_dict_to_load(
         CheckpointError: a parameter of `optimizer` is in no group of `saved`, or the parameters of
             one group were in several groups with different options; or `saved` has no groups.
     """
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): without_wrappers(name) for name, param in model.named_parameters()}
     if saved.get("state") and "param_groups" not in saved:
         raise CheckpointError(
             "the optimizer state has no 'param_groups', which say what each parameter's options "

@@ -1,6 +1,7 @@
 """torch's test_fsdp_optim_state.py: full and sharded states of optimizers, by name."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
@@ -159,18 +163,33 @@ def test_states_as_of_the_plain_model(
     ranks(2).run(as_plain, kind, groups, rank0, reverse)
 
 
-def keys(rank: int, world_size: int) -> None:
-    model = compiled(Nested(), units=UNITS, ignored=["block2.2.bias_module0"])
+def keys(rank: int, world_size: int, wrapped: str) -> None:
+    """`wrapped`: when a module is, for activation checkpoints."""
+    model, units = Nested(), UNITS
+    if wrapped == "before":
+        wrap(model)
+        units = [re.sub(r"block2", "block2._checkpoint_wrapped_module", unit) for unit in UNITS]
+    model = compiled(model, units=units, ignored=[model.block2[2].bias_module0])
+    if wrapped == "after":
+        wrap(model)
     optimizer = adam(model)
     step(model, optimizer, 1)
     state = model.full_optim_state_dict(optimizer, rank0_only=False)
     assert state["state"].keys() == model.full_state_dict(rank0_only=False).keys()
-    assert state["state"].keys() == dict(Nested().named_parameters()).keys()
+    assert list(state["state"]) == [name for name, _ in Nested().named_parameters()]
+    again = adam(model)
+    model.optim_state_dict_to_load(again, state, load_directly=True)
+    assert_close(model.full_optim_state_dict(again, rank0_only=False)["state"], state["state"])
 
 
-def test_keys_as_of_the_state_dict(ranks: Any) -> None:
-    """Ignored parameters are among them."""
-    ranks(2).run(keys)
+def wrap(model: Any) -> None:
+    apply_activation_checkpointing(model, check_fn=lambda module: module is model.block2)
+
+
+@pytest.mark.parametrize("wrapped", ["", "before", "after"])
+def test_keys_as_of_the_state_dict(ranks: Any, wrapped: str) -> None:
+    """Ignored parameters are among them; names of wrappers are not."""
+    ranks(2).run(keys, wrapped)
 
 
 def missing(rank: int, world_size: int) -> str:
