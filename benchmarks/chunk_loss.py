@@ -11,16 +11,14 @@ without in turn; the ratio of their medians. Absolute times say nothing of other
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fxshard
-from benchmarks.figures import RESULTS, ratio, spread, write
+from benchmarks.figures import RESULTS, asked, ratio, spread, write
 from benchmarks.gpu.models import ON_GPU, Llama, Recipe, tiny_llama, tokens
 from benchmarks.passes import HARDWARE, planned
 
@@ -90,12 +88,7 @@ def times(count: int, seq: int) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Plan, measure, print, and write where --out says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="a small model, few steps")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/chunk_loss.json")
-    given = parser.parse_args(arguments)
+    given = asked(__doc__, arguments, "a small model, few steps")
     if given.smoke:
         recipe = Recipe(tiny_llama, tokens(2, 64, 512), precision=None, attention="default")
         found = {"peaks": peaks(recipe, 8, 64), "times": times(1, 32)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.metadata
 import json
@@ -71,6 +72,17 @@ def _cpu() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in info.open() if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def asked(
+    doc: str | None, arguments: list[str] | None, smoke: str = "a small model"
+) -> argparse.Namespace:
+    """``--smoke`` and ``--out``, of a script whose docstring is `doc`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    parser.add_argument("--smoke", action="store_true", help=smoke)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/NAME.json")
+    return parser.parse_args(arguments)
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

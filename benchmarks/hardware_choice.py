@@ -8,13 +8,11 @@ bytes. Nothing runs. Steps are estimates; those of an H100's choice are the same
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import fxshard
-from benchmarks.figures import RESULTS, write
+from benchmarks.figures import RESULTS, asked, write
 from benchmarks.gpu.models import ON_GPU, Recipe, tiny_llama, tokens
 from benchmarks.joint_choice import HARDWARE, figures
 from benchmarks.passes import planned
@@ -34,12 +32,7 @@ def row(plan: fxshard.Plan, name: str, chosen_for_other: fxshard.Plan) -> dict[s
 
 def main(arguments: list[str] | None = None) -> int:
     """Plan, print, and write where --out says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="a small model")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/NAME.json")
-    given = parser.parse_args(arguments)
+    given = asked(__doc__, arguments)
     recipe, world, budget = ON_GPU["llama-8b"], 64, BUDGET
     if given.smoke:
         recipe = Recipe(tiny_llama, tokens(2, 64, 512), precision=None, attention="default")

@@ -10,14 +10,12 @@ step on H100s, and the CPU seconds of the decision, which a plan takes besides.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import fxshard
-from benchmarks.figures import RESULTS, write
+from benchmarks.figures import RESULTS, asked, write
 from benchmarks.gpu.models import ON_GPU, Recipe, tiny_llama, tokens
 from benchmarks.passes import planned
 from fxshard.cost import activations
@@ -73,12 +71,7 @@ def decision_seconds(plan: fxshard.Plan, budget: int) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Plan, print, and write where --out says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="a small model")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/NAME.json")
-    given = parser.parse_args(arguments)
+    given = asked(__doc__, arguments)
     recipe, world, sizes = ON_GPU["llama-8b"], 64, [int(gib * 2**30) for gib in GIB]
     if given.smoke:
         recipe = Recipe(tiny_llama, tokens(2, 64, 512), precision=None, attention="default")

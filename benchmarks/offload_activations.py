@@ -10,13 +10,11 @@ checkpointed and without.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import fxshard
-from benchmarks.figures import RESULTS, write
+from benchmarks.figures import RESULTS, asked, write
 from benchmarks.gpu.models import ON_GPU, Recipe, tiny_llama, tokens
 from benchmarks.passes import planned
 from fxshard.ir import ops, tags
@@ -56,12 +54,7 @@ def rows(recipe: Recipe, world: int) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Plan, print, and write where --out says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="a small model")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/NAME.json")
-    given = parser.parse_args(arguments)
+    given = asked(__doc__, arguments)
     recipe = ON_GPU["llama-8b"]
     if given.smoke:
         recipe = Recipe(tiny_llama, tokens(2, 64, 512), precision=None, attention="default")

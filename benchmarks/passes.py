@@ -11,16 +11,14 @@ what it stands on). One row per option; each differs from the first in what it n
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fxshard
-from benchmarks.figures import RESULTS, write
+from benchmarks.figures import RESULTS, asked, write
 from benchmarks.gpu.models import ON_GPU, Recipe, tiny_llama, tokens
 from fxshard.errors import FxshardError
 from fxshard.ir import ops
@@ -84,12 +82,7 @@ def said(changes: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Plan, print, and write where --out says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="a small model, two variants")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/passes.json")
-    given = parser.parse_args(arguments)
+    given = asked(__doc__, arguments, "a small model, two variants")
     recipe, world, variants = ON_GPU["llama-8b"], 64, VARIANTS
     if given.smoke:
         recipe = Recipe(tiny_llama, tokens(2, 64, 512), precision=None, attention="default")

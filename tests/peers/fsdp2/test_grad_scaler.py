@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.testing import assert_close
 
@@ -13,10 +13,14 @@ from tests.peers.fsdp2.common import made, shard
 
 
 def scaled(rank: int, world_size: int, inf: bool) -> None:
-    """An inf of one rank skips the step of all."""
     model = made(lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
     shard(model)
-    loss = model(torch.randn(4, 4)).sum()
+    assert_scales(model, torch.randn(4, 4), rank, inf)
+
+
+def assert_scales(model: Any, x: Tensor, rank: int, inf: bool) -> None:
+    """An inf of one rank skips the step of all."""
+    loss = model(x).sum()
     scaler = GradScaler("cpu", init_scale=2.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     scaler.scale(loss).backward()

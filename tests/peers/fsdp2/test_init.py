@@ -184,8 +184,22 @@ def units(rank: int, world_size: int) -> None:
         "0.in_proj": {"0.in_proj.weight", "0.in_proj.bias"},
         "0.out_proj": {"0.out_proj.weight", "0.out_proj.bias"},
     }
-    shared: Any = nn.Sequential(MLP(8), MLP(8), MLP(8))
+    nested: Any = nn.Sequential(MLP(8, buffer=True), MLP(8, buffer=True))
+    for part in (nested[0], nested):
+        fxshard.fully_shard(part)
+    nested(torch.randn(2, 8)).sum().backward()
+    names = {fqn for fqn, _ in nested.named_parameters()}
+    held = {unit.fqn: {param.fqn for param in unit.params} for unit in nested.plan.units}
+    assert held == {"": {n for n in names if n[0] == "1"}, "0": {n for n in names if n[0] == "0"}}
+    twice: Any = nn.Sequential(*[MLP(8)] * 2)
+    for model in (twice, MLP(8)):
+        fxshard.fully_shard(model)
+        model(torch.randn(2, 8)).sum().backward()
+        (root,) = model.plan.units
+        assert {param.fqn for param in root.params} == {n for n, _ in model.named_parameters()}
+    shared: Any = nn.Sequential(*(MLP(8, buffer=True) for _ in range(3)))
     shared[0].in_proj.weight = shared[2].in_proj.weight = shared[1].in_proj.weight
+    shared[1].buffer = shared[2].buffer
     fxshard.fully_shard(shared)
     shared(torch.randn(2, 8)).sum().backward()
     (root,) = shared.plan.units

@@ -4,12 +4,16 @@ The model has the sizes that torch's has. torch's test reads CUDA's active bytes
 bytes of tensors.
 """
 
+import gc
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxshard
-from tests.peers.fsdp2.common import Args, Transformer
+from tests.peers.fsdp2.common import Args, Transformer, made, shard
 
 ALLOWED = 16_000_000  # bytes, of activations and workspaces
 
@@ -36,8 +40,8 @@ def test_the_peak_of_a_step_with_offload() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reshard", [True, False])
-def test_the_peak_of_a_step(reshard: bool) -> None:
+@pytest.mark.parametrize(("reshard", "in_backward"), [(True, False), (False, False), (True, True)])
+def test_the_peak_of_a_step(reshard: bool, in_backward: bool) -> None:
     model = transformer()
     whole = sum(param.numel() for param in model.parameters()) * 4
     block = sum(param.numel() for param in model.layers[0].parameters()) * 4
@@ -50,10 +54,30 @@ def test_the_peak_of_a_step(reshard: bool) -> None:
         units=["layers.*"],
         reshard_after_forward=reshard,
         optimizer=torch.optim.Adam,
+        optimizer_in_backward=in_backward,
     )
     assert seen.max_abs_difference == 0
-    if reshard:  # a gathered block, its gradients, and what of them is being reduced
+    if in_backward:  # the shards, the optimizer's two states of them, and a block's gradients
+        bound = 3 * shards + 3 * block + block // 2 + rest
+    elif reshard:  # a gathered block, its gradients, and what of them is being reduced
         bound = 2 * shards + 3 * block + rest
     else:
         bound = shards + whole + 1.5 * block
     assert seen.measured_peak_bytes <= bound + ALLOWED
+
+
+def deleted(rank: int, world_size: int) -> None:
+    """Sharding frees what was whole, and no shard outlives the model."""
+    model = made(lambda: Transformer(Args(tied=False)))
+    whole = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
+    shard(model)
+    assert all(each.expired() for each in whole)
+    shards = [StorageWeakRef(param.to_local().untyped_storage()) for param in model.parameters()]
+    assert not any(each.expired() for each in shards)
+    del model
+    gc.collect()
+    assert all(each.expired() for each in shards)
+
+
+def test_a_model_that_is_deleted_leaves_no_shard(ranks: Any) -> None:
+    ranks(2).run(deleted)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 
 import fxshard
+from tests.oracles import count_collectives
 from tests.peers.fsdp2.common import (
     MLP,
     Args,
@@ -23,10 +24,9 @@ from tests.peers.fsdp2.common import (
     shard,
     train_alike,
 )
-from tests.peers.fsdp2.test_mixed_precision import reduced, stack
-from tests.peers.fsdp2.test_state_dict import assert_saves_and_loads
+from tests.peers.fsdp2.test_mixed_precision import RESHARD, assert_reduced_in, reduced, stack
+from tests.peers.fsdp2.test_state_dict import saved
 from tests.peers.fsdp2.test_training import two_layers
-from tests.peers.fsdp2.test_training_composed import hybrid_mesh
 from tests.ranks import told
 
 
@@ -83,7 +83,8 @@ def contiguous(rank: int, world_size: int) -> None:
     def check(module: nn.Module, args: Any) -> None:
         assert all(param.is_contiguous() for param in module.parameters())
 
-    model.in_proj.register_forward_pre_hook(check)
+    for part in (model.in_proj, model.out_proj):
+        part.register_forward_pre_hook(check)
     for grads in (False, True):
         if grads:
             model(torch.randn(2, 4)).sum().backward()
@@ -122,7 +123,7 @@ def test_a_dimension_that_a_parameter_has_not(ranks: Any) -> None:
         assert "Return a dimension that it has" in said, said
 
 
-def low(rank: int, world_size: int, param: Any, reduce: Any) -> None:
+def low(rank: int, world_size: int, param: Any, reduce: Any, reshard: bool | int) -> None:
     """Two ranks: with more, sums of columns round in another order than sums of rows."""
     model = made(stack)
     ref = copy.deepcopy(model)
@@ -131,12 +132,15 @@ def low(rank: int, world_size: int, param: Any, reduce: Any) -> None:
         model,
         mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
         shard_placement_fn=largest,
+        reshard_after_forward=reshard,
     )
     optimizers = adam(ref), adam(model)
     x = torch.randn(4, 16, dtype=param)
     for step in range(10):
         losses = [each(x).sum() for each in (other, model)]
-        sum(losses).backward()
+        with count_collectives() as seen:
+            sum(losses).backward()
+        assert_reduced_in(seen, ref, reduce or param)
         for mine, theirs in zip(ref.parameters(), other.parameters(), strict=True):
             mine.grad, theirs.grad = reduced(theirs.grad, reduce or param), None
         assert_close(losses[1], losses[0])
@@ -151,21 +155,15 @@ def low(rank: int, world_size: int, param: Any, reduce: Any) -> None:
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize(
     ("param", "reduce"), [(BF16, None), (FP16, None), (BF16, FP32), (FP32, BF16)]
 )
-def test_columns_in_low_precision(ranks: Any, param: Any, reduce: Any) -> None:
-    ranks(2).run(low, param, reduce)
-
-
-def saved(rank: int, world_size: int, hybrid: bool) -> None:
-    model = made(lambda: nn.Sequential(MLP(16), nn.Sequential(MLP(16), nn.Linear(16, 16)), MLP(16)))
-    shard(model, mesh=hybrid_mesh(world_size) if hybrid else None, shard_placement_fn=largest)
-    assert_saves_and_loads(model, rank)
-    model(torch.randn(2, 16))
-    assert_saves_and_loads(model, rank)
+def test_columns_in_low_precision(ranks: Any, param: Any, reduce: Any, reshard: bool | int) -> None:
+    ranks(2).run(low, param, reduce, reshard)
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_states_of_columns_are_saved_and_loaded(ranks: Any, hybrid: bool) -> None:
-    ranks(4 if hybrid else 2).run(saved, hybrid)
+    ranks(4 if hybrid else 2).run(saved, 16, hybrid, largest)

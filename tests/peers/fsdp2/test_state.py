@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 import fxshard
-from tests.peers.fsdp2.common import MLP, ddp, made, shard, train_alike
+from tests.peers.fsdp2.common import MLP, average_grads, ddp, made, shard, train_alike
 from tests.ranks import told
 
 
@@ -72,6 +73,31 @@ def listed(rank: int, world_size: int) -> None:
 
 def test_containers_without_forward(ranks: Any) -> None:
     ranks(2).run(listed)
+
+
+class Named(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        return self["lin"](x)
+
+
+class InTurn(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            x = part(x)
+        return x
+
+
+def with_forward(rank: int, world_size: int) -> None:
+    for build in (lambda: Named({"lin": nn.Linear(8, 8)}), lambda: InTurn([nn.Linear(8, 8)])):
+        model = made(build)
+        ref = copy.deepcopy(model)
+        fxshard.fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        x = torch.randn(2, 8)
+        train_alike(ref, model, lambda x=x: (x,), 3, after=average_grads)
+
+
+def test_containers_with_a_forward_of_their_own(ranks: Any) -> None:
+    ranks(2).run(with_forward)
 
 
 def twice(rank: int, world_size: int) -> str:

@@ -38,17 +38,18 @@ def assert_saves_and_loads(model: Any, rank: int) -> None:
         assert param.to_local().data_ptr() == places[fqn]
 
 
-def saved(rank: int, world_size: int, dim: int, hybrid: bool) -> None:
+def saved(rank: int, world_size: int, dim: int, hybrid: bool, placed: Any = None) -> None:
     base = made(
         lambda: nn.Sequential(MLP(dim), nn.Sequential(MLP(dim), nn.Linear(dim, dim)), MLP(dim))
     )
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names) if hybrid else None
     model = copy.deepcopy(base)
-    shard(model, mesh=mesh)
+    shard(model, mesh=mesh, shard_placement_fn=placed)
     assert_saves_and_loads(model, rank)
     kept = copy.deepcopy(base)
-    shard(kept, mesh=mesh, reshard_after_forward=False)
+    shard(kept, mesh=mesh, shard_placement_fn=placed, reshard_after_forward=False)
+    assert_saves_and_loads(kept, rank)
     before = {fqn: value.to_local().clone() for fqn, value in kept.state_dict().items()}
     kept(torch.randn(2, dim))  # these stay unsharded behind it
     after = kept.state_dict()

@@ -1,5 +1,6 @@
 """test_fully_shard_extensions.py: parameters of a tensor subclass with FSDP2's extension point."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 from tests.peers.fsdp2.common import MLP, made, shard
 from tests.ranks import told
-from tests.subclasses import Narrow, wrapped
+from tests.subclasses import Int8, Narrow, wrapped
 
 MESHES: list[Any] = []  # those that the extension point was given
 
@@ -72,10 +73,11 @@ def stack(kind: Any) -> Any:
 
 
 def from_meta(rank: int, world_size: int) -> None:
-    """On the meta device, then memory, then values; a few steps run in bf16."""
-    for reshard in (True, False):
+    """On the meta device, then memory, then values; a few steps run in bf16. The function before
+    the all-gather takes the mesh alone, or more."""
+    for reshard, kind in itertools.product((True, False), (Narrow, Int8)):
         with torch.device("meta"):
-            model = stack(Narrow)
+            model = stack(kind)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         shard(model, reshard_after_forward=reshard, mp_policy=policy)
         assert all(param.is_meta for param in model.parameters())
@@ -90,7 +92,7 @@ def from_meta(rank: int, world_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             for param, old in zip(model.parameters(), before, strict=True):
-                assert type(param._local_tensor) is Narrow
+                assert type(param._local_tensor) is kind
                 assert not unwrapped(param).equal(old) and unwrapped(param).isfinite().all()
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -18,18 +17,18 @@ from torch.testing import assert_close
 import fxshard
 from tests.oracles import count_collectives
 from tests.peers.fsdp2.common import MLP, adam, average_grads, shard
+from tests.peers.fsdp2.test_grad_scaler import assert_scales
+from tests.peers.fsdp2.test_init import assert_filled_and_trained
+from tests.peers.fsdp2.test_state_dict import assert_saves_and_loads
 from tests.ranks import told
 
 PLAN = {"*.in_proj": ColwiseParallel(), "*.out_proj": RowwiseParallel()}
 
 
-def two_mlps(
-    mesh: DeviceMesh, data: Any, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[Any, Any]:
+def two_mlps(mesh: DeviceMesh, data: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """A plain model, and the same one, parallelised and sharded over the dimensions `data`."""
     torch.manual_seed(42)
-    with torch.device(device):
-        plain = nn.Sequential(MLP(8), MLP(8)).to(dtype)
+    plain = nn.Sequential(MLP(8), MLP(8)).to(dtype)
     model = parallelize_module(copy.deepcopy(plain), mesh["tp"], PLAN)
     return plain, shard(model, mesh=mesh[data])
 
@@ -146,68 +145,94 @@ def test_three_dimensions_train_as_data_parallelism(ranks: Any) -> None:
 
 
 def placed(rank: int, world_size: int) -> None:
-    """As torch's own, by default and along another dimension."""
+    """As torch's own, by default and along other dimensions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
     def last(param: nn.Parameter) -> Shard | None:
         return Shard(param.ndim - 1)
 
-    for fn in (None, last):
+    def other(param: Any) -> Shard | None:
+        """Than the one that tensor parallelism shards."""
+        dims = [each.dim for each in param.placements if isinstance(each, Shard)]
+        return Shard(param.ndim - 1 - dims[0] if dims else 0)
+
+    for fn in (None, last, other):
         torch.manual_seed(0)
         model = parallelize_module(nn.Sequential(MLP(8), MLP(8)), mesh["tp"], PLAN)
         theirs = fsdp2(copy.deepcopy(model), mesh=mesh["dp"], shard_placement_fn=fn)
         ours = fxshard.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=fn)
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert (mine.placements, mine.device_mesh) == (other.placements, other.device_mesh)
-            assert torch.equal(mine.to_local(), other.to_local())
+        assert_placed_alike(ours, theirs)
         x = torch.randn(4, 8)
         for each in (ours, theirs):
             each(x).sum().backward()
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+        for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), expected.grad.to_local())
+    odd = parallelize_module(nn.Sequential(MLP(9, multiplier=3)), mesh["tp"], PLAN)
+    theirs = fsdp2(copy.deepcopy(odd), mesh=mesh["dp"])
+    assert_placed_alike(fxshard.fully_shard(odd, mesh=mesh["dp"]), theirs)
+
+
+def assert_placed_alike(ours: nn.Module, theirs: nn.Module) -> None:
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (mine.placements, mine.device_mesh) == (other.placements, other.device_mesh)
+        assert (mine.size(), mine.stride()) == (other.size(), other.stride())
+        assert torch.equal(mine.to_local(), other.to_local())
 
 
 def test_parameters_are_where_fsdp2_has_them(ranks: Any) -> None:
     ranks(4).run(placed)
 
 
-def from_meta(rank: int, world_size: int) -> None:
+def from_meta(rank: int, world_size: int, dim: int) -> None:
+    """Filled by each module, and then with a value that all ranks know."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    _, model = two_mlps(mesh, "dp", "meta")
+    torch.manual_seed(42)
+    with torch.device("meta"):
+        model = parallelize_module(nn.Sequential(MLP(dim, buffer=True)), mesh["tp"], PLAN)
+        shard(model, *model[0].children(), mesh=mesh["dp"])
     assert all(param.is_meta for param in model.parameters())
-    model.to_empty(device="cpu")
+    assert_filled_and_trained(model, dim)
+    model.zero_grad()
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.1)
-    model(torch.ones(2, 8)).sum().backward()
+    model(torch.ones(2, dim)).sum().backward()
     for param in model.parameters():
         assert torch.equal(param.full_tensor(), torch.full(param.shape, 0.1))
         assert param.grad.full_tensor().isfinite().all()
 
 
 @pytest.mark.slow
-def test_the_meta_device_in_two_dimensions(ranks: Any) -> None:
-    ranks(4).run(from_meta)
+@pytest.mark.parametrize("dim", [8, 3])
+def test_the_meta_device_in_two_dimensions(ranks: Any, dim: int) -> None:
+    ranks(4).run(from_meta, dim)
+
+
+def saved(rank: int, world_size: int, shape: tuple[int, ...], dim: int) -> None:
+    names = ("dp", "tp") if len(shape) == 2 else ("replicate", "dp", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(42)
+    plain = nn.Sequential(*(MLP(dim) for _ in range(3)))
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], PLAN)
+    shard(model, mesh=mesh[names[:-1]])
+    state, whole = model.state_dict(), plain.state_dict()
+    assert state.keys() == whole.keys()
+    for fqn, value in state.items():
+        assert isinstance(value, DTensor)
+        assert_close(value.full_tensor(), whole[fqn])
+    assert_saves_and_loads(model, rank)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dim", [4, 6, 8, 10])
+def test_states_of_two_dimensions_are_saved_and_loaded(ranks: Any, dim: int) -> None:
+    ranks(4).run(saved, (2, 2), dim)
 
 
 def scaled(rank: int, world_size: int, inf: bool) -> None:
-    """An inf of one rank skips the step of all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _, model = two_mlps(mesh, "dp")
-    scaler, optimizer = GradScaler("cpu", init_scale=2.0), adam(model)
-    scaler.scale(model(torch.randn(4, 8)).sum()).backward()
-    first = next(model.parameters())
-    if inf and rank == 1:
-        first.grad.to_local().view(-1)[0] = float("inf")
-    before = [param.full_tensor().clone() for param in model.parameters()]
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == (1.0 if inf else 2.0)
-    same = [
-        torch.equal(param.full_tensor(), was)
-        for param, was in zip(model.parameters(), before, strict=True)
-    ]
-    assert all(same) if inf else not any(same)
+    assert_scales(model, torch.randn(4, 8), rank, inf)
 
 
 @pytest.mark.slow

@@ -221,13 +221,17 @@ def with_norm(model: Any, tied: bool = False, **options: Any) -> None:
     fxshard.fully_shard(model, **options)
 
 
-def chunks(rank: int, world_size: int, reshard: bool, tied: bool) -> None:
+def chunks(
+    rank: int, world_size: int, reshard: bool | int, tied: bool, recomputes: bool = False
+) -> None:
     model = made(lambda: Chunked(tied=tied).double())
     ref = copy.deepcopy(model)
+    if recomputes:
+        checkpoint(model.body)
     with_norm(model, tied, reshard_after_forward=reshard)
     both = [(ref, adam(ref)), (model, adam(model))]
     tokens = torch.randint(128, (2, 16))
-    for _ in range(5):
+    for step in range(10):
         results = [in_chunks(each, tokens) for each, _ in both]
         assert_close(results[1][0], results[0][0])
         average_grads(ref)
@@ -236,13 +240,21 @@ def chunks(rank: int, world_size: int, reshard: bool, tied: bool) -> None:
             assert (now - before).norm() > 0
         for _, optim in both:
             optim.step()
-            optim.zero_grad()
+            optim.zero_grad(set_to_none=step % 2 == 0)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_head_of_a_larger_unit_is_called_by_chunks(ranks: Any, reshard: bool, tied: bool) -> None:
-    ranks(2).run(chunks, reshard, tied)
+@pytest.mark.parametrize(
+    ("reshard", "tied", "recomputes"),
+    [
+        *itertools.product([True, False], [False, True], [False]),
+        (True, False, True),
+        (1, False, False),
+    ],
+)
+def test_a_head_of_a_larger_unit_is_called_by_chunks(
+    ranks: Any, reshard: bool | int, tied: bool, recomputes: bool
+) -> None:
+    ranks(2).run(chunks, reshard, tied, recomputes)
 
 
 def accumulated_chunks(rank: int, world_size: int, reshard: bool) -> None:
@@ -272,7 +284,7 @@ def toggled_chunks(rank: int, world_size: int, reshard: bool, tied: bool) -> Non
     with_norm(model, tied, reshard_after_forward=reshard)
     both = [(ref, adam(ref)), (model, adam(model))]
     tokens = torch.randint(128, (2, 16))
-    for _ in range(3):
+    for step in range(5):
         for each, _ in both:
             hidden = each(tokens, skip_head=True)
             gathers, grads = [], []
@@ -290,7 +302,7 @@ def toggled_chunks(rank: int, world_size: int, reshard: bool, tied: bool) -> Non
         assert_parity(ref, model)
         for _, optim in both:
             optim.step()
-            optim.zero_grad()
+            optim.zero_grad(set_to_none=step % 2 == 0)
 
 
 def toggle(model: Any, on: bool) -> None:
@@ -320,7 +332,7 @@ def cast_chunks(rank: int, world_size: int, reshard: bool, tied: bool, everywher
     options = {"reshard_after_forward": reshard}
     inner = MixedPrecisionPolicy(torch.float32, output_dtype=torch.bfloat16)
     root = inner if everywhere else MixedPrecisionPolicy(torch.float32)
-    found = []
+    models = []
     for together in (True,) if tied else (True, False):
         model = made(lambda: Chunked(tied=tied))
         parts = [model.norm, model.head]
@@ -330,20 +342,39 @@ def cast_chunks(rank: int, world_size: int, reshard: bool, tied: bool, everywher
         for part in [[model.embed, *parts] if tied else parts] if together else parts:
             fxshard.fully_shard(part, mp_policy=inner, **options)
         fxshard.fully_shard(model, mp_policy=root, **options)
-        torch.manual_seed(3)
-        tokens = torch.randint(128, (2, 16))
-        hidden = model(tokens, skip_head=True)
-        grads = []
-        for chunk in hidden.detach().float().chunk(4, 1):
-            part = chunk.contiguous().requires_grad_()
-            out = model.head(part)
-            assert hidden.dtype == out.dtype == torch.bfloat16
-            out.sum().backward()
-            grads.append(part.grad)
-        hidden.backward(torch.cat(grads, 1).to(hidden.dtype))
-        found.append([param.grad.to_local().clone() for param in model.parameters()])
-    for other in found[1:]:
-        assert_close(found[0], other)
+        models.append((model, adam(model)))
+    torch.manual_seed(3)
+    tokens = torch.randint(128, (2, 16))
+    for step in range(10):
+        found = [cast_chunk_by_chunk(model, tokens) for model, _ in models]
+        for _, optim in models:
+            optim.step()
+            optim.zero_grad(set_to_none=step % 2 == 0)
+        found = [
+            (*each, [param.to_local() for param in model.parameters()])
+            for each, (model, _) in zip(found, models, strict=True)
+        ]
+        for other in found[1:]:
+            assert_close(found[0], other)
+
+
+def cast_chunk_by_chunk(model: Any, tokens: torch.Tensor) -> tuple[Any, ...]:
+    """The total loss, the head's gradient behind the last chunk, and all gradients."""
+    hidden = model(tokens, skip_head=True)
+    grads, heads, total = [], [], 0.0
+    for chunk in hidden.detach().float().chunk(4, 1):
+        part = chunk.contiguous().requires_grad_()
+        out = model.head(part)
+        assert hidden.dtype == out.dtype == torch.bfloat16
+        loss = out.sum()
+        loss.backward()
+        total += loss.item()
+        grads.append(part.grad)
+        heads.append(model.head.weight.grad.full_tensor())
+    for before, now in itertools.pairwise(heads):
+        assert (now - before).norm() > 0
+    hidden.backward(torch.cat(grads, 1).to(hidden.dtype))
+    return total, heads[-1], [param.grad.to_local().clone() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

@@ -1,6 +1,7 @@
 """Several files: methods of `FSDPModule` on units, and several modules as one unit."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -9,11 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed._composable import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from tests.oracles import Collectives, count_collectives
@@ -31,7 +36,7 @@ from tests.peers.fsdp2.common import (
     train_alike,
 )
 from tests.peers.fsdp2.test_comm import Widths, traced_step
-from tests.peers.fsdp2.test_training_composed import hybrid_mesh
+from tests.peers.fsdp2.test_training_composed import ON_CPU, hybrid_mesh
 from tests.ranks import told
 
 # -- prefetching -----------------------------------------------------------------------------------
@@ -63,9 +68,20 @@ def test_layers_gathered_two_ahead_train_as_ddp(ranks: Any) -> None:
 
 
 class Wider(Widths):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__(recomputes)
         self.layers.append(MLP(8, multiplier=5, bias=False))
+
+
+def wider(how: str) -> Any:
+    """On each rank the same; layers are recomputed in one of the ways that there are, or not."""
+    model = made(lambda: Wider(how == "utils"))
+    if how == "wrapper":
+        apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, MLP))
+    elif how == "composable":
+        for layer in model.layers:
+            checkpoint(layer)
+    return shard(model, reshard_after_forward=True)
 
 
 def said(calls: Collectives) -> list[str]:
@@ -74,13 +90,9 @@ def said(calls: Collectives) -> list[str]:
     return [short[call.kind] + names[call.nbytes] for call in calls.calls]
 
 
-def ordered(rank: int, world_size: int, count: int, checkpointed: bool) -> None:
+def ordered(rank: int, world_size: int, count: int, how: str) -> None:
     """The order of the launches, when layers say what is gathered ahead of backward."""
-    model = made(Wider)
-    if checkpointed:
-        for layer in model.layers:
-            checkpoint(layer)
-    shard(model, reshard_after_forward=True)
+    model = wider(how)
     ahead(model.layers, count, True)
     for _ in range(2):
         loss = model(torch.ones(2, 8)).sum()
@@ -93,11 +105,56 @@ def ordered(rank: int, world_size: int, count: int, checkpointed: bool) -> None:
     assert said(backward).index("-3") == 2 + count
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+HOW = ["plain", "utils", "composable", "wrapper"]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("count", [1, 2])
-def test_units_say_what_backward_gathers_ahead(ranks: Any, count: int, checkpointed: bool) -> None:
+def test_units_say_what_backward_gathers_ahead(ranks: Any, count: int, how: str) -> None:
     """What a checkpoint recomputes is gathered once, for that and for the backward of it."""
-    ranks(2).run(ordered, count, checkpointed)
+    ranks(2).run(ordered, count, how)
+
+
+class Launches(TorchDispatchMode):
+    """The sizes of all-gathers, in bytes, and of the second factors of products, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen.append(tuple(args[1].shape))
+        with count_collectives() as calls:
+            made = func(*args, **(kwargs or {}))
+        self.seen += [call.nbytes for call in calls.calls]
+        return made
+
+
+def ordered_forward(rank: int, world_size: int, how: str) -> None:
+    """Layers say what is gathered ahead of forward: one layer, and then two."""
+    model = wider(how)
+    names = {8 * 4: "+root"} | {i * 2 * 64 * 4: f"+{i - 2}" for i in (2, 3, 4, 5)}
+    names |= {(8, 8 * i): str(i - 2) for i in (2, 3, 4, 5)}
+    expected = {
+        1: ["+root", "+0", "+1", "0", "+2", "1", "+3", "2", "3"],
+        2: ["+root", "+0", "+1", "+2", "0", "+3", "1", "2", "3"],
+    }
+    for count, order in expected.items():
+        ahead(model.layers, count, False)
+        with Launches() as launches:
+            loss = model(torch.ones(2, 8)).sum()
+        assert [names[each] for each in launches.seen if each in names] == order
+        with count_collectives() as backward:
+            loss.backward()
+        assert said(backward)[:3] == ["+root", "+3", "+2"]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", HOW)
+def test_units_say_what_forward_gathers_ahead(ranks: Any, how: str) -> None:
+    ranks(2).run(ordered_forward, how)
 
 
 def misled(rank: int, world_size: int) -> None:
@@ -118,24 +175,28 @@ def test_a_unit_gathers_ahead_what_is_not_needed(ranks: Any) -> None:
 
 
 def by_units(
-    rank: int, world_size: int, mode: str, hybrid: bool, reshard: Any, stays: bool = False
+    rank: int,
+    world_size: int,
+    mode: str,
+    hybrid: bool,
+    scatters: bool,
+    reshard: Any,
+    offload: bool = False,
+    stays: bool = False,
 ) -> None:
-    """Reductions are left out for some units, or, of a hybrid strategy, the all-reduce alone."""
+    """Reductions are left out for some units, or, of a hybrid strategy, their all-reduces alone."""
     mlps, micro = 3, 3
     model = made(lambda: nn.Sequential(nn.Linear(32, 32), *(MLP(32) for _ in range(mlps))))
     ref = copy.deepcopy(model)
     mesh = hybrid_mesh(world_size) if hybrid else None
-    shard(model, *model[1:], mesh=mesh, reshard_after_forward=reshard)
+    policy = ON_CPU if offload else OffloadPolicy()
+    shard(model, *model[1:], mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
     both = [(ref, adam(ref)), (model, adam(model))]
 
     def last(is_last: bool) -> None:
-        if mode == "shards":
-            model.set_requires_all_reduce(is_last)
-        elif mode == "some":
-            for mlp in model[1:3]:
-                mlp.set_requires_gradient_sync(is_last)
-        else:
-            model.set_requires_gradient_sync(is_last, recurse=False)
+        for part in model[1:3] if mode == "some" else [model]:
+            switch = part.set_requires_all_reduce if scatters else part.set_requires_gradient_sync
+            switch(is_last, recurse=mode != "root")
 
     for step in range(5):
         with count_collectives() as seen:
@@ -147,14 +208,16 @@ def by_units(
                 losses = [each(x).sum() for each, _ in both]
                 sum(losses).backward()
                 assert_close(losses[1], losses[0])
-        early = {"shards": mlps + 1, "some": mlps - 2 + 1, "root": mlps}[mode] * (micro - 1)
-        assert seen.count("reduce_scatter") == mlps + 1 + early
+        reduced = mlps + 1 + {"all": 0, "some": mlps - 2 + 1, "root": mlps}[mode] * (micro - 1)
+        assert seen.count("reduce_scatter") == ((mlps + 1) * micro if scatters else reduced)
+        assert seen.count("all_reduce") == (reduced if hybrid else 0)
         if stays:  # the first forward gathers, and each backward what was resharded after forward:
             # of the root, which it does not read, to be kept; the last one keeps nothing
             again = (micro - 1) * mlps if mode == "root" else (micro * (mlps + 1) - 1) * reshard
             assert seen.count("all_gather") == mlps + 1 + again
-        expected = mlps + 1 + (0 if mode == "shards" else early)
-        assert seen.count("all_reduce") == (expected if hybrid else 0)
+        else:  # as in `test_gradients_accumulate_unreduced`
+            in_backward = 0 if reshard is False else mlps
+            assert seen.count("all_gather") == (mlps + 1 + in_backward) * micro
         average_grads(ref)
         assert_parity(ref, model)
         for _, optim in both:
@@ -162,22 +225,39 @@ def by_units(
             optim.zero_grad(set_to_none=step % 2 == 1)
 
 
-BY_UNITS = [("shards", True), ("some", False), ("some", True), ("root", False), ("root", True)]
+BY_UNITS = [  # mode, hybrid, scatters; none is left out of all units without a hybrid mesh
+    ("all", True, True),
+    *itertools.product(["some", "root"], [False], [False]),
+    *itertools.product(["some", "root"], [True], [False, True]),
+]
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("mode", "hybrid"), BY_UNITS)
-@pytest.mark.parametrize("reshard", [True, False, 2])
-def test_some_reductions_are_left_out(ranks: Any, mode: str, hybrid: bool, reshard: Any) -> None:
-    ranks(4 if hybrid or reshard == 2 else 2).run(by_units, mode, hybrid, reshard)
+@pytest.mark.parametrize(("mode", "hybrid", "scatters"), BY_UNITS)
+@pytest.mark.parametrize(
+    ("reshard", "offload"), [(True, False), (False, False), (2, False), (True, True)]
+)
+def test_some_reductions_are_left_out(
+    ranks: Any, mode: str, hybrid: bool, scatters: bool, reshard: Any, offload: bool
+) -> None:
+    pool = ranks(4 if hybrid or reshard == 2 else 2)
+    pool.run(by_units, mode, hybrid, scatters, reshard, offload)
 
 
-STAYS = [("some", False, True), ("some", False, False), ("root", False, False)]
+STAYS = [
+    *itertools.product(["all", "root"], [False], [False], [False]),
+    *itertools.product(["all", "root"], [True], [False, True], [False]),
+    *itertools.product(["some"], [False], [False], [True, False]),
+]
 
 
-@pytest.mark.parametrize(("mode", "hybrid", "reshard"), [*STAYS, ("shards", True, False)])
-def test_units_that_stay_unsharded(ranks: Any, mode: str, hybrid: bool, reshard: bool) -> None:
-    ranks(4 if hybrid else 2).run(by_units, mode, hybrid, reshard, True)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("mode", "hybrid", "scatters", "reshard"), STAYS)
+def test_units_that_stay_unsharded(
+    ranks: Any, mode: str, hybrid: bool, scatters: bool, reshard: bool
+) -> None:
+    pool = ranks(4 if hybrid else 2)
+    pool.run(by_units, mode, hybrid, scatters, reshard, False, True)
 
 
 def pipelined(rank: int, world_size: int, ahead: bool, stays: bool = False) -> None:
