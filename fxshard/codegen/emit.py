@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import linecache
 import logging
 import math
@@ -102,12 +103,12 @@ class Executor:
         """Let the operators of these names call them: ``keep(fqns, per rank)``, ``kept(fqns)``."""
         self._functions |= {"keep": keep, "kept": kept}
 
-    @property
+    @functools.cached_property
     def forward_inputs(self) -> list[fx.Node]:
         """Placeholders of forward."""
         return list(self.schedule.forward.find_nodes(op="placeholder"))
 
-    @property
+    @functools.cached_property
     def backward_inputs(self) -> list[fx.Node]:
         """Placeholders of backward."""
         assert self.schedule.backward is not None

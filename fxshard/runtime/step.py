@@ -509,18 +509,20 @@ def _versions(
     call: Call, batch: Sequence[Tensor], nodes: Sequence[fx.Node]
 ) -> list[tuple[str, tuple[int, ...]]]:
     """How often each tensor of the caller among some placeholders has been changed in place."""
-    program, found = call.variant.program, []
+    program, slots, version = call.variant.program, call.runtime.slots, autograd.version
+    found: list[tuple[str, tuple[int, ...]]] = []
     with autograd.plain_torch_functions():  # to ask a parameter for its version is no use of it
         for node in nodes:
             tag = tags.get(node)
             role, name = tag.role, tag.fqn or ""
             if role not in tags.HELD:
                 continue
-            tensors = [call.runtime.value(node, program, batch, 0)]
             if role == "shard":  # operators on a DTensor raise its version, not its local part's
-                tensors.append(call.runtime.slots[name].tensor)
+                slot = slots[name]
+                found.append((name, (version(slot.sent(0)), version(slot.tensor))))
+                continue
             what = program.signature.input_names[int(name)] if role == "input" else name
-            found.append((what, tuple(map(autograd.version, tensors))))
+            found.append((what, (version(call.runtime.value(node, program, batch, 0)),)))
     return found
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement
 from fxshard._torch import optimizers, process_groups
 from fxshard.ir import layout, ops
 from fxshard.ir.tensor_parallel import among, group_name
-from fxshard.runtime.world.agreement import AgreeingRank
+from fxshard.runtime.world.agreement import AgreeingRank, Explained
 from fxshard.runtime.world.aliases import Aliases
 from fxshard.runtime.world.backends import as_bytes, as_real, backend_of
 from fxshard.runtime.world.peers import Peers
@@ -39,10 +39,21 @@ def _default_group() -> dist.ProcessGroup:
 
 @dataclasses.dataclass
 class _Launch:
-    """What is in flight of one launch: works of torch.distributed, and what they have."""
+    """What is in flight of one launch: works of torch.distributed, and what they have.
+
+    It is the context that they are issued in; `explained` is of its group.
+    """
 
     works: list[dist.Work] = dataclasses.field(default_factory=list)
     held: Aliases = dataclasses.field(default_factory=Aliases)
+    explained: Explained | None = None
+
+    def __enter__(self) -> _Launch:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.explained is not None:
+            self.explained.__exit__(*raised)
 
     def alias(self, tensor: Tensor) -> Tensor:
         """What to give to a collective in place of `tensor`."""
@@ -151,7 +162,8 @@ class C10dWorld(AgreeingRank):
         if beside and not among(beside[0], mesh):  # with it all ranks can be reached
             everyone.append(group_name(beside[0]))
             ranks *= beside[0].size()
-        if mesh.device_type == "cpu":
+        coalesce = all(backend_of(group).coalesces_gathers for group in self.groups.values())
+        if mesh.device_type == "cpu" and not coalesce:
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
         self.reductions: dict[str, dist.ProcessGroup] = {}
         peers = {name: Peers(group) for name, group in self.groups.items()}
@@ -393,24 +405,24 @@ class C10dWorld(AgreeingRank):
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
 
-    @contextlib.contextmanager
     def _launch(
         self, operator: Any, pair: int, group: str | None = None, stream: str = ""
-    ) -> Iterator[_Launch]:
+    ) -> contextlib.AbstractContextManager[_Launch]:
         """Issue work of `operator` from its stream; in a group, it is a collective."""
-        launch = _Launch()
-        self._launched[pair] = launch
+        launch = self._launched[pair] = _Launch()
         self._issued += group is not None
-        with contextlib.ExitStack() as stack:
-            if self.cuda is not None:
-                issuing = self._stream(stream or ops.OPERATORS[operator].stream)
-                stack.enter_context(self.cuda.stream(issuing))
-            if group is not None:
-                stack.enter_context(self.explained(group))
+        if group is not None:
+            launch.explained = self.explained(group)
+        if self.cuda is None:
+            return launch
+        return self._on_stream(launch, stream or ops.OPERATORS[operator].stream)
+
+    @contextlib.contextmanager
+    def _on_stream(self, launch: _Launch, stream: str) -> Iterator[_Launch]:
+        with self.cuda.stream(self._stream(stream)), launch:
             yield launch
-            if self.cuda is not None:
-                while launch.works:
-                    launch.works.pop().wait()  # the stream waits for NCCL's stream, not the host
+            while launch.works:
+                launch.works.pop().wait()  # the stream waits for NCCL's stream, not the host
 
     @contextlib.contextmanager
     def _at_once(self, group: str) -> Iterator[_Launch]:
