@@ -139,9 +139,10 @@ def unreduced(values: tuple[Any, ...], result: Any) -> Any:
 
 
 def grown(values: tuple[Any, ...], result: Any) -> Any:
-    """Overlapping columns are summed up into a tensor that began with the size of the input.
+    """Of columns, and of images that become columns: it began with the size of the input.
 
-    Source: ``col2im_cpu`` (ATen/native/Col2Im.cpp): ``empty_like(input)``, then resized.
+    Source: ``col2im_cpu`` (ATen/native/Col2Im.cpp), ``im2col_cpu`` (Im2Col.cpp):
+    ``empty_like(input)``, then resized.
     """
     count = max(values[0].numel(), result.numel())
     flat = torch.empty(count, dtype=result.dtype, device=result.device)
@@ -176,6 +177,7 @@ RULES: dict[Any, Rule] = {
     aten.diagonal_scatter.default: whole_storage,
     aten.as_strided_scatter.default: whole_storage,
     aten.col2im.default: grown,
+    aten.im2col.default: grown,
     aten.mse_loss.default: unreduced,
     aten.smooth_l1_loss.default: unreduced,
     aten.soft_margin_loss.default: unreduced,

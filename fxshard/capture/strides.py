@@ -46,6 +46,51 @@ def as_iterated(args: tuple[Any, ...]) -> Tensor:
     return torch.add(first, second)
 
 
+def as_floats(args: tuple[Any, ...]) -> Tensor:
+    """The same of operators that make floats of integers, which the CPU does before it iterates.
+
+    Source: ``TensorIteratorBase::compute_types`` (ATen/TensorIterator.cpp).
+    """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if all(tensor.is_floating_point() for tensor in tensors):
+        return as_iterated(args)
+    return torch.add(*(tensor.to(torch.float32) for tensor in tensors))
+
+
+def input_first(args: tuple[Any, ...]) -> Tensor:
+    """The same, of the input before the gradient.
+
+    Source: the meta function of ``threshold_backward`` (ATen/native/Activation.cpp).
+    """
+    return torch.add(args[1], args[0])
+
+
+def as_divided(args: tuple[Any, ...]) -> Tensor:
+    """The same; fakes are contiguous where a divisor has no dimensions."""
+    return torch.mul(args[0], args[1])
+
+
+def as_exponent(args: tuple[Any, ...]) -> Tensor:
+    """Contiguous. Source: the meta function of ``pow.Scalar`` (ATen/native/Pow.cpp)."""
+    return torch.empty(args[1].shape)
+
+
+def as_gradient(args: tuple[Any, ...]) -> Tensor:
+    """``empty_like`` of it. Source: ``log_sigmoid_backward_cpu`` (ATen/native/Activation.cpp)."""
+    return torch.empty_like(args[0])
+
+
+def as_noise(args: tuple[Any, ...]) -> Tensor:
+    """The noise is multiplied by the gradient; without any, as ``leaky_relu_backward``.
+
+    Source: ``rrelu_with_noise_backward`` (ATen/native/Activation.cpp).
+    """
+    gradient, input, noise, lower, upper, training = args[:6]
+    if training and upper - lower > 1e-6:
+        return torch.mul(noise, gradient)
+    return torch.mul(input, gradient)
+
+
 def as_input(args: tuple[Any, ...]) -> Tensor:
     """``empty_like`` of the input, not of the gradient.
 
@@ -58,9 +103,11 @@ def contiguous(args: tuple[Any, ...]) -> Tensor:
     """Contiguous, whatever the arguments are.
 
     Source: ``mse_loss_backward``, ``smooth_l1_loss_backward``, ``huber_loss_backward``
-    (ATen/native/Loss.cpp): ``zeros_like`` with LEGACY_CONTIGUOUS_MEMORY_FORMAT.
+    (ATen/native/Loss.cpp): ``zeros_like`` with LEGACY_CONTIGUOUS_MEMORY_FORMAT; ``normal_impl``
+    (DistributionTemplates.h), the meta function of ``_log_softmax_backward_data`` (SoftMax.cpp).
     """
-    return torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape, args[2].shape))
+    shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
+    return torch.empty(torch.broadcast_shapes(*shapes))
 
 
 def grouped(args: tuple[Any, ...]) -> Tensor:
@@ -84,19 +131,33 @@ def grouped(args: tuple[Any, ...]) -> Tensor:
 
 
 RULES: dict[Any, Rule] = {
-    aten.copysign.Tensor: as_iterated,
+    aten.copysign.Tensor: as_floats,
+    aten.div.Tensor_mode: as_divided,
     aten.elu_backward.default: as_iterated,
+    aten.floor_divide.default: as_divided,
     aten.hardsigmoid_backward.default: as_iterated,
     aten.hardswish_backward.default: as_iterated,
     aten.hardtanh_backward.default: as_iterated,
+    aten.heaviside.default: as_iterated,
+    aten.log_sigmoid_backward.default: as_gradient,
+    aten.logaddexp.default: as_floats,
+    aten.logaddexp2.default: as_floats,
+    aten.logical_and.default: as_iterated,
+    aten.logical_or.default: as_iterated,
+    aten.logical_xor.default: as_iterated,
     aten.logit_backward.default: as_iterated,
     aten.native_dropout_backward.default: as_iterated,
+    aten.pow.Scalar: as_exponent,
+    aten.rrelu_with_noise_backward.default: as_noise,
     aten.softplus_backward.default: as_iterated,
-    aten.special_xlog1py.default: as_iterated,
-    aten.xlogy.Tensor: as_iterated,
+    aten.special_xlog1py.default: as_floats,
+    aten.threshold_backward.default: input_first,
+    aten.xlogy.Tensor: as_floats,
     aten.binary_cross_entropy_backward.default: as_input,
+    aten._log_softmax_backward_data.default: contiguous,
     aten.huber_loss_backward.default: contiguous,
     aten.mse_loss_backward.default: contiguous,
+    aten.normal.Tensor_Tensor: contiguous,
     aten.smooth_l1_loss_backward.default: contiguous,
 }
 
@@ -172,6 +233,45 @@ def _in_format(tensor: Tensor, kept: torch.memory_format) -> Tensor:
     return tensor if made.stride() == tensor.stride() else made
 
 
+def in_format_of_first(args: tuple[Any, ...], result: Any) -> Any:
+    """In the memory format of the input, where fakes are contiguous.
+
+    Source: ``reflection_pad3d_out_cpu`` (ATen/native/ReflectionPad.cpp), ``replication_pad3d``
+    (ReplicationPadding.cpp), ``channel_shuffle`` (ChanelShuffle.cpp), ``max_unpooling2d_cpu``
+    (MaxUnpooling.cpp): ``suggest_memory_format``.
+    """
+    return _in_format(result, suggest_memory_format(args[0]))
+
+
+def in_format_of_second(args: tuple[Any, ...], result: Any) -> Any:
+    """The same of a gradient, which lies as the input does. Source: the same files."""
+    return _in_format(result, suggest_memory_format(args[1]))
+
+
+def rolled(args: tuple[Any, ...], result: Any) -> Any:
+    """In the memory format of the input, unless all of it is rolled as one, or nothing.
+
+    Source: ``roll``, ``roll_common`` (ATen/native/TensorTransformations.cpp): ``cat`` of parts.
+    """
+    given, shifts, dims = (*args, ())[:3]
+    kept = suggest_memory_format(given)
+    if kept is torch.contiguous_format or not dims:
+        return result
+    by = [n % given.shape[dim] for n, dim in zip(shifts, dims, strict=True)]
+    return result if any(isinstance(n, int) and n == 0 for n in by) else _in_format(result, kept)
+
+
+def always_contiguous(args: tuple[Any, ...], result: Any) -> Any:
+    """Contiguous, all of them.
+
+    Source: ``log_sigmoid_forward_cpu`` (ATen/native/Activation.cpp), ``glu_backward_cpu``
+    (GatedLinearUnit.cpp), ``layer_norm_backward_cpu`` (layer_norm.cpp).
+    """
+    if isinstance(result, Tensor):
+        return _in_format(result, torch.contiguous_format)
+    return tuple(_in_format(t, torch.contiguous_format) if t is not None else t for t in result)
+
+
 def of_input_dtype(args: tuple[Any, ...], result: Any) -> Any:
     """In the dtype of the input, though that of the target be wider.
 
@@ -236,11 +336,23 @@ RESULTS: dict[Any, tuple[Change, ...]] = {
     aten._native_batch_norm_legit_no_training.default: (normalized,),
     aten.native_batch_norm.default: (normalized,),
     aten.native_batch_norm_backward.default: (without_input, normalized_backward),
-    aten.batch_norm_backward.default: (without_input,),
+    aten.batch_norm_backward.default: (without_input, normalized_backward),
     aten.convolution_backward.default: (weight_and_bias,),
     aten.mse_loss_backward.default: (of_input_dtype,),
     aten.smooth_l1_loss_backward.default: (of_input_dtype,),
     aten.soft_margin_loss_backward.default: (of_input_dtype,),
+    aten.log_sigmoid_forward.default: (always_contiguous,),
+    aten.glu_backward.default: (always_contiguous,),
+    aten.native_layer_norm_backward.default: (always_contiguous,),
+    aten.channel_shuffle.default: (in_format_of_first,),
+    aten.max_unpool2d.default: (in_format_of_first,),
+    aten.reflection_pad3d.default: (in_format_of_first,),
+    aten.replication_pad3d.default: (in_format_of_first,),
+    aten.reflection_pad2d_backward.default: (in_format_of_second,),
+    aten.reflection_pad3d_backward.default: (in_format_of_second,),
+    aten.replication_pad2d_backward.default: (in_format_of_second,),
+    aten.replication_pad3d_backward.default: (in_format_of_second,),
+    aten.roll.default: (rolled,),
     aten._embedding_bag.default: (bags,),
     aten._embedding_bag_forward_only.default: (bags_alone,),
 }
@@ -249,7 +361,39 @@ RESULTS: dict[Any, tuple[Change, ...]] = {
 OF_THE_CPU: tuple[Change, ...] = (
     *(weight_and_bias, bags, bags_alone),
     *(normalized, normalized_backward),
+    *(always_contiguous, in_format_of_first, in_format_of_second, rolled),
 )
+
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def is_narrow(func: Any, args: tuple[Any, ...], result: Tensor) -> bool:
+    """True of an elementwise operator on low precision that reads an expanded tensor.
+
+    Its fake comes from a formula that makes fp32 of each operand first, after which an expanded one
+    is contiguous: its result lies as that, where the kernel's lies as another operand does. (Where
+    dtypes differ, the kernel of the CPU converts them too: ``TensorIteratorBase::compute_types``.)
+    """
+    if torch.Tag.pointwise not in func.tags and func is not aten.mish_backward.default:
+        return False
+    if func._schema.is_mutable:
+        return False
+    tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
+    dtypes = {tensor.dtype for tensor in tensors} - {torch.bool}
+    if len(tensors) < 2 or len(dtypes) != 1 or not dtypes.issubset(NARROW):
+        return False
+    return any(_expands(tensor, result.shape) for tensor in tensors)
+
+
+def _expands(tensor: Tensor, shape: Sequence[Any]) -> bool:
+    """True if it has the same again along a dimension of `shape`; open sizes are never one."""
+    if tensor.dim() < len(shape) or any(isinstance(s, int) and s == 0 for s in tensor.stride()):
+        return True
+    both = zip(tensor.shape, shape, strict=True)
+    return any(
+        isinstance(n, int) and n == 1 and not (isinstance(m, int) and m == 1) for n, m in both
+    )
 
 
 class KernelFakeMode(FakeTensorMode):
@@ -276,11 +420,29 @@ class KernelFakeMode(FakeTensorMode):
                 with self:
                     result = change(args, result)
         if func not in RULES or not isinstance(result, Tensor):
+            if isinstance(result, Tensor) and is_narrow(func, args, result):
+                return self._laid_out(result, self._as_wide(func, args, kwargs or {}).stride())
             return result
         with self:
             strides = RULES[func](args).stride()
-            if result.stride() == strides:
-                return result
+        return self._laid_out(result, strides)
+
+    def _laid_out(self, result: Tensor, strides: tuple[int, ...]) -> Tensor:
+        if result.stride() == strides:
+            return result
+        with self:
             return torch.empty_strided(
                 result.shape, strides, dtype=result.dtype, device=result.device
             )
+
+    def _as_wide(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """The same operator on fp32 in place of bf16 and fp16."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in NARROW:
+                return tensor
+            return torch.empty_strided(tensor.shape, tensor.stride(), device=tensor.device)
+
+        with self:
+            found: Tensor = func(*(wide(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+            return found

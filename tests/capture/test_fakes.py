@@ -113,42 +113,55 @@ def test_summed_columns_lie_in_a_storage_of_the_size_of_the_input(kernel: tuple[
 
 
 def layouts(shape: tuple[int, int, int], dtype: Any = FP32) -> list[Tensor]:
-    """Numbers between 0.2 and 0.7 of `shape`, whose dimensions lie in other orders in memory."""
+    """Numbers between 0.2 and 0.7 of `shape`, whose dimensions lie in other orders in memory.
+
+    Of the last one all rows of the second dimension are the same.
+    """
     found = []
     for order in ((0, 1, 2), (0, 2, 1), (2, 1, 0)):
         there = torch.rand([shape[i] for i in order]) * 0.5 + 0.2
         found.append(there.permute([order.index(i) for i in range(3)]).to(dtype))
-    return found
+    return [*found, found[0][:, :1].expand(shape)]
 
 
 ARGUMENTS: dict[Any, tuple[Any, ...]] = {
+    aten._log_softmax_backward_data.default: (1, FP32),
+    aten.div.Tensor_mode: ("floor",),
     aten.elu_backward.default: (1.0, 1.0, 1.0, False),
     aten.hardtanh_backward.default: (-1.0, 1.0),
     aten.huber_loss_backward.default: (0, 1.0),
     aten.mse_loss_backward.default: (0,),
     aten.native_dropout_backward.default: (2.0,),
+    aten.pow.Scalar: (2,),
+    aten.rrelu_with_noise_backward.default: (0.2, 0.8, True, False),
     aten.smooth_l1_loss_backward.default: (0, 1.0),
     aten.softplus_backward.default: (1.0, 20.0),
+    aten.threshold_backward.default: (0.4,),
 }
+
+
+TAKES_NUMBERS = (aten.div.Tensor_mode, aten.floor_divide.default)  # as tensors
 
 
 @pytest.mark.parametrize("op", strides.RULES, ids=str)
 @pytest.mark.sample(7)
 def test_strides_of_fakes_are_those_of_kernels(op: Any) -> None:
-    count = sum(str(a.type) == "Tensor" for a in op._schema.arguments)
-    differs = False
-    for tensors in itertools.product(layouts((2, 3, 4)), repeat=count):
+    needed = [a for a in op._schema.arguments if not a.has_default_value()]
+    count, differs = sum(str(a.type) == "Tensor" for a in needed), False
+    for tensors in itertools.product([*layouts((2, 3, 4)), torch.tensor(0.5)], repeat=count):
+        if not all(tensor.dim() for tensor in tensors) and op not in TAKES_NUMBERS:
+            continue
         given, rest = iter(tensors), iter(ARGUMENTS.get(op, ()))
-        needed = [a for a in op._schema.arguments if not a.has_default_value()]
         args: list[Any] = [next(given if str(a.type) == "Tensor" else rest) for a in needed]
+        named = {a.name: args.pop() for a in needed if a.kwarg_only}
         if op is aten.native_dropout_backward.default:
             args[1] = args[1] > 0.4
-        expected = described(op(*args))
+        expected = described(op(*args, **named))
         seen = []
         for mode in (FakeTensorMode(), KernelFakeMode()):
             fake = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
             with mode:
-                seen.append(described(op(*fake)))
+                seen.append(described(op(*fake, **named)))
         assert seen[1] == expected
         differs |= seen[0] != expected
     assert differs, "torch's fake kernel is right now: the rule can go"
