@@ -19,6 +19,7 @@ import io
 import pstats
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,17 @@ Times = dict[str, list[dict[str, float]]]  # side -> per step: phase -> seconds,
 
 def timed(name: str, sides: list[str], steps: int) -> Times:
     """Seconds of each phase of each step of each side; runs on every rank."""
-    trainings = {side: Training(EVERY[name], side) for side in sides}
-    found: Times = {side: [] for side in sides}
+    return alternating({side: Training(EVERY[name], side) for side in sides}, steps)
+
+
+def alternating(trainings: Mapping[str, Training], steps: int) -> Times:
+    """The same of trainings that are there, by the names of their sides."""
+    found: Times = {side: [] for side in trainings}
     for _ in range(WARM):
         for training in trainings.values():
             training.step()
     for number in range(steps):
-        for side in sides if number % 2 == 0 else reversed(sides):
+        for side in list(trainings)[:: 1 if number % 2 == 0 else -1]:
             dist.barrier()
             found[side].append(one_step(trainings[side]))
     return found

@@ -16,6 +16,7 @@ from benchmarks import (
     front,
     hardware_choice,
     joint_choice,
+    mesh_step_time,
     offload_activations,
     overhead,
     page,
@@ -367,6 +368,15 @@ def test_scale_smoke(results: Path) -> None:
         assert {"pass checkpoint", "check freed", "record optimizer", "liveness"} <= stages.keys()
         whole = 1e6 * sum(stages.values()) / row["nodes"]
         assert row["microseconds_per_node"]["all"] == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_step_beside_tensor_parallelism_is_measured_on_four_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "mesh.json"
+    assert mesh_step_time.main(["--models", "titan", "--steps", "1", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["models"]
+    assert row["losses"]["fxshard"] == pytest.approx(row["losses"]["fsdp2"], rel=1e-6)
+    assert min(row["peaks"].values()) > 0 and {*row["ratios"]} == {"step", "peak"}
 
 
 @pytest.mark.slow
