@@ -23,7 +23,6 @@ from tests.peers.fsdp1.shared import (
     grads_of,
     loss_of,
     params_of,
-    plain,
     same,
     same_grads,
 )
