@@ -1,14 +1,16 @@
 """What each strategy does on real ranks: numbers as FSDP2's, collectives and bytes by hand."""
 
+import functools
 import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing import assert_close
 
 import fxshard
 from fxshard.errors import ConfigError
@@ -214,7 +216,10 @@ def hybrid_refused(rank: int, world_size: int) -> None:
 
 
 def pairs_of_groups(rank: int, world_size: int) -> None:
-    """Shard groups 01, 23; replicas 02, 13, or 03, 12 which hold different rows."""
+    """Shard groups 01, 23; replicas 02, 13, or 03, 12 which hold different rows.
+
+    Shard groups 03, 12 with replicas 01, 23: to the one it is 03 that is first, to the other 12.
+    """
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
     groups |= {ranks: dist.new_group(list(ranks)) for ranks in ((0, 3), (1, 2))}
 
@@ -225,6 +230,9 @@ def pairs_of_groups(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match="at different places of their shard groups"):
         pair = (shard, mine((0, 3), (1, 2)))
         fxshard.compile(net(), strategy="hybrid_shard", process_group=pair)
+    with pytest.raises(ConfigError, match="shard groups in different orders"):
+        pair = (mine((0, 3), (1, 2)), shard)
+        fxshard.compile(net(), strategy="hybrid_shard", process_group=pair)
     pair = (shard, mine((0, 2), (1, 3)))
     ours = fxshard.compile(net(), strategy="hybrid_shard", process_group=pair)
     mesh = next(ours.parameters()).device_mesh
@@ -233,6 +241,26 @@ def pairs_of_groups(rank: int, world_size: int) -> None:
 
 def test_pairs_of_groups(ranks: Any) -> None:
     ranks(4).run(pairs_of_groups)
+
+
+def orders(rank: int, world_size: int) -> None:
+    """DTensors go by the place in the mesh, and process groups by the number of the rank."""
+    for rows in ([1, 0, 3, 2], [[1, 0], [3, 2]], [[0, 1], [3, 2]], [[0, 3], [1, 2]]):
+        hybrid = isinstance(rows[0], list)
+        options: Options = {"strategy": "hybrid_shard" if hybrid else "full_shard"}
+        mesh = DeviceMesh("cpu", rows, mesh_dim_names=("replicate", "shard")[not hybrid :])
+        for make in (functools.partial(fxshard.compile, **options), fxshard.fully_shard):
+            with pytest.raises(ConfigError, match="process groups order theirs by number"):
+                make(net(), mesh=mesh)
+    mesh, model, first = DeviceMesh("cpu", [[2, 3], [0, 1]]), net(), net().state_dict()
+    if rank:
+        torch.nn.init.constant_(next(model.parameters()), 7)
+    model = fxshard.compile(model, strategy="hybrid_shard", mesh=mesh, sync_module_states=True)
+    assert_close(model.full_state_dict(rank0_only=False), dict(first))
+
+
+def test_orders_of_ranks_that_process_groups_do_not_have(ranks: Any) -> None:
+    ranks(4).run(orders)
 
 
 def test_what_is_no_arrangement_is_refused_on_all_ranks(ranks: Any) -> None:

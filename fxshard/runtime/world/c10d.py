@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from fxshard._torch import optimizers, process_groups
+from fxshard.errors import ConfigError
 from fxshard.ir import layout, ops
 from fxshard.ir.tensor_parallel import among, group_name
 from fxshard.runtime.world.agreement import AgreeingRank, Explained
@@ -83,7 +84,12 @@ class Members:
     def of(
         cls, mesh: DeviceMesh, name: str = "", *, sharded: bool = True, batches: int = 0
     ) -> Members:
-        """The ranks of a mesh; `name` and `batches`: see `layout.Grid`."""
+        """The ranks of a mesh; `name` and `batches`: see `layout.Grid`.
+
+        Raises:
+            ConfigError: see `require_order`.
+        """
+        require_order(mesh)
         last = mesh.ndim - 1
         shards = mesh.size(last) if sharded else 1
         replicas = mesh.size(0) if mesh.ndim == 2 or not sharded else 1
@@ -104,6 +110,30 @@ class Members:
         """Of a parameter on `mesh` that is sharded along a dimension."""
         every = layout.placements(dim)
         return [every[name.partition("@")[0]] for name in self.groups]
+
+
+def require_order(mesh: DeviceMesh) -> None:
+    """Check that process groups number the ranks of a 1-D or 2-D mesh as the mesh does.
+
+    Collectives go by the one, and torch's checkpoints of DTensors by the other. Each rank comes to
+    the same answer.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    rows = mesh.mesh
+    if mesh.ndim == 1:
+        right = dist.get_process_group_ranks(mesh.get_group()) == rows.tolist()
+    else:
+        order = rows.argsort(0)
+        right = bool((rows.diff(dim=1) > 0).all() and (order == order[:, :1]).all())
+    if not right:
+        raise ConfigError(
+            f"the mesh has ranks {rows.tolist()}, and process groups order theirs by number: a "
+            f"rank would hold other rows than the mesh says, and save them as those. Let ranks "
+            f"ascend along the dimension that parameters are sharded over, and be in one order "
+            f"along that of replicas, as init_device_mesh has them."
+        )
 
 
 class C10dWorld(AgreeingRank):

@@ -325,25 +325,39 @@ def _mesh_of_groups(model: nn.Module, config: Config, process_group: Any) -> Dev
 
 
 def _rows_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of the shard group of each rank of `replicate`; collective over it.
+    """The ranks of the shard group of each rank of `replicate`; collective over both groups.
 
     Raises:
-        ConfigError: they hold this rank's rows at different places.
+        ConfigError: they hold this rank's rows at different places, or other ranks of the shard
+            group have the shard groups in another order; on all ranks alike.
     """
     mine, ranks = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     if dist.get_backend(replicate) == "fake":  # there is no other rank to ask
         return [[other + rank - dist.get_rank() for rank in mine] for other in ranks]
-    store = process_groups.group_store(replicate)
+    rows: list[list[int]] = _from_each(replicate, mine)
+    for each, others in _from_each(shard, (rows, ranks)):
+        if len({(len(row), row.index(rank)) for row, rank in zip(each, others, strict=True)}) > 1:
+            raise ConfigError(
+                f"process_group: ranks {others} of the replicate group lie at different places of "
+                f"their shard groups {each}, so that they hold different rows. Put ranks together "
+                f"that are the n-th of their shard groups."
+            )
+        if each != rows:
+            raise ConfigError(
+                f"process_group: replicate groups {ranks} and {others} have their ranks' shard "
+                f"groups in different orders, {rows} and {each}, so that there is no one first "
+                f"replica. Number ranks as init_device_mesh does: of 4, shard groups [0, 1] and "
+                f"[2, 3], replicate groups [0, 2] and [1, 3]."
+            )
+    return rows
+
+
+def _from_each(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    """What each rank of `group` gives, as JSON has it, in their order."""
+    store, ranks = process_groups.group_store(group), dist.get_process_group_ranks(group)
     key = f"fxshard/mesh/{store.add(f'fxshard/mesh/{dist.get_rank()}', 1)}"
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
-    rows: list[list[int]] = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
-    if len({(len(row), row.index(rank)) for row, rank in zip(rows, ranks, strict=True)}) > 1:
-        raise ConfigError(
-            f"process_group: ranks {ranks} of the replicate group lie at different places of their "
-            f"shard groups {rows}, so that they hold different rows. Put ranks together that are "
-            f"the n-th of their shard groups."
-        )
-    return rows
+    return [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
 
 
 def mesh_of(model: nn.Module, config: Config, grid: tuple[int, int]) -> DeviceMesh:

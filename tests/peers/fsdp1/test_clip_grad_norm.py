@@ -24,9 +24,21 @@ from tests.peers.fsdp1.shared import (
 )
 
 NORMS = list(itertools.product((1, 2.5), (1, 2, math.inf)))
+# Layers are units, or the encoder and the decoder, of which one is not sharded.
+HALVES = {
+    "units": ["transformer.encoder", "transformer.decoder"],
+    "strategy": {"": FULL, "transformer.encoder": NO_SHARD},
+}
+STRATEGIES = {
+    "full_shard": {"strategy": FULL},
+    "no_shard": {"strategy": NO_SHARD},
+    "mixed_strategy": HALVES,
+}
 GRID = [
-    pytest.param(*norms, strategy, offload, id=f"{norms}-{strategy.name}-offload={offload}")
-    for norms, strategy, offload in itertools.product(NORMS, (FULL, NO_SHARD), (False, True))
+    pytest.param(*norms, options | {"offload": CPUOffload(offload)}, id=f"{norms}-{name}-{offload}")
+    for norms, (name, options), offload in itertools.product(
+        NORMS, STRATEGIES.items(), (False, True)
+    )
 ]
 
 
@@ -60,23 +72,11 @@ def as_ddp(
             optimizer.step()
 
 
-MIXED = {"strategy": {"": FULL, "transformer.decoder.layers.*": NO_SHARD}}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("max_norm", "norm_type"), NORMS)
-def test_norms_where_units_have_strategies_of_their_own(
-    ranks: Any, max_norm: float, norm_type: float
-) -> None:
-    ranks(2).run(as_ddp, max_norm, norm_type, MIXED)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("max_norm", "norm_type", "strategy", "offload"), GRID)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("max_norm", "norm_type", "options"), GRID)
 def test_norms_as_ddp(
-    ranks: Any, max_norm: float, norm_type: float, strategy: Any, offload: bool
+    ranks: Any, max_norm: float, norm_type: float, options: dict[str, Any]
 ) -> None:
-    options = {"strategy": strategy, "offload": CPUOffload(offload)}
     ranks(2).run(as_ddp, max_norm, norm_type, options)
 
 

@@ -1,5 +1,6 @@
 """torch's test_fsdp_hybrid_shard.py: sharded inside of groups, replicated between them."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.testing import assert_close
 
@@ -15,8 +16,16 @@ import fxshard
 from fxshard.errors import UnitError
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
-from tests.peers.fsdp1.models import Transformer
-from tests.peers.fsdp1.shared import compiled, loss_of, params_of, same
+from tests.peers.fsdp1.models import LAYERS, Transformer
+from tests.peers.fsdp1.shared import (
+    compiled,
+    ddp,
+    grads_of,
+    loss_of,
+    params_of,
+    same,
+    same_grads,
+)
 from tests.ranks import told
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -33,11 +42,13 @@ class Model(nn.Module):
         return self.lin3(self.lin2(self.lin1(x)))
 
 
-def groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(shard, replicate) of 4 ranks: 0 and 1 shard, 0 and 2 replicate."""
-    made = {ranks: dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-    rank = dist.get_rank()
-    mine = [group for ranks, group in made.items() if rank in ranks]
+def groups(shape: tuple[int, int] = (2, 2)) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """(shard, replicate) of this rank; of 2 x 2 ranks, 0 and 1 shard, 0 and 2 replicate."""
+    rows = torch.arange(shape[0] * shape[1]).view(shape)
+    mine = []
+    for each in (rows, rows.T):
+        made = {tuple(ranks): dist.new_group(ranks) for ranks in each.tolist()}
+        mine.append(next(group for ranks, group in made.items() if dist.get_rank() in ranks))
     return mine[0], mine[1]
 
 
@@ -101,83 +112,99 @@ def test_states_of_rank_0(ranks: Any) -> None:
     ranks(4).run(synced)
 
 
+GIVEN = pytest.mark.parametrize("given", ["mesh", "groups"])
+
+
+def arranged(shape: tuple[int, int], given: str) -> dict[str, Any]:
+    if given == "mesh":
+        return {"mesh": init_device_mesh("cpu", shape)}
+    return {"process_group": groups(shape)}
+
+
 def counted(
-    rank: int, world_size: int, strategy: Any, by_mesh: bool
-) -> tuple[list[str], list[str]]:
-    """All ranks shard; each replicates with itself alone."""
-    given: dict[str, Any] = {"mesh": init_device_mesh("cpu", (1, world_size))}
-    if not by_mesh:
-        alone = [dist.new_group([each]) for each in range(world_size)][rank]
-        given = {"process_group": (dist.group.WORLD, alone)}
-    model = compiled(Transformer(), strategy=strategy, **given)
-    loss_of(model).backward()
+    rank: int, world_size: int, strategy: Any, mixed: bool, shape: tuple[int, int], given: str
+) -> None:
+    """Each collective of a step, with its ranks; gradients are those of DDP.
+
+    Units are the layers and what is around them; mixed: the transformer too, and what is around it
+    is sharded over all ranks.
+    """
+    options = arranged(shape, given)
+
+    def units(fqn: str, module: nn.Module) -> bool:
+        layer = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+        return layer or (mixed and fqn == "transformer")
+
+    inside = dict.fromkeys(("transformer", "transformer.*.layers.*"), strategy)
+    by_unit = {"": ShardingStrategy.FULL_SHARD} | inside if mixed else strategy
+    model = compiled(Transformer(), units=units, strategy=by_unit, **options)
+    loss_of(model).backward()  # which traces
+    model.zero_grad()
     with count_collectives() as forward:
         loss = loss_of(model)
     with count_collectives() as backward:
         loss.backward()
-    return forward.kinds(), backward.kinds()
+
+    everywhere = tuple(range(world_size))
+    column, row = rank % shape[1], rank // shape[1] * shape[1]
+    shards = tuple(range(row, row + shape[1]))
+    replicas = tuple(range(column, world_size, shape[1]))
+    kept = strategy is HYBRID[1]
+    around, inner = (everywhere, 5) if mixed else (shards, 4)
+    once = Counter({("all_gather", around): 1}) + Counter({("all_gather", shards): inner})
+    reduced = Counter({("reduce_scatter", ranks): n for (_, ranks), n in once.items()})
+    if len(replicas) > 1:  # torch's test sees an all-reduce in a group of one
+        reduced["all_reduce", replicas] = inner + (not mixed)
+    again = once if not kept else Counter({("all_gather", around): 1} if mixed else {})
+    assert Counter((call.kind, call.ranks) for call in forward.calls) == once
+    assert Counter((call.kind, call.ranks) for call in backward.calls) == again + reduced
+    if given == "groups":  # they are the ones that were given
+        own = {group.group_name for group in (*options["process_group"], dist.group.WORLD)}
+        assert {call.group for call in (*forward.calls, *backward.calls)} <= own
+
+    oracle = ddp(Transformer())
+    loss_of(oracle).backward()
+    assert all(grad.any() for grad in grads_of(oracle).values())
+    same_grads(model, oracle)
 
 
-BY_MESH = pytest.mark.parametrize("by_mesh", [True, False], ids=["mesh", "groups"])
+MIXED = pytest.mark.parametrize("mixed", [False, True], ids=["all_hybrid", "mixed_hybrid_full"])
+SHAPES = pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
 
 
+@pytest.mark.sample(4)
 @EACH
-@BY_MESH
-def test_collectives(ranks: Any, strategy: Any, by_mesh: bool) -> None:
-    """Each of the 5 units is reduce-scattered; one replica needs no all-reduce."""
-    for forward, backward in ranks(2).run(counted, strategy, by_mesh):
-        assert forward.count("all_gather") == 5
-        assert backward.count("reduce_scatter") == 5
-        assert backward.count("all_gather") == (0 if strategy is HYBRID[1] else 5)
-        assert backward.count("all_reduce") == 0
+@MIXED
+@SHAPES
+@GIVEN
+def test_collectives(
+    ranks: Any, strategy: Any, mixed: bool, shape: tuple[int, int], given: str
+) -> None:
+    ranks(shape[0] * shape[1]).run(counted, strategy, mixed, shape, given)
 
 
-def parity(rank: int, world_size: int, strategy: Any) -> None:
-    """Beside full sharding over all 4 ranks."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    pair = compiled(Transformer()), compiled(Transformer(), strategy=strategy, mesh=mesh)
+def parity(rank: int, world_size: int, strategy: Any, given: str) -> None:
+    """Beside torch's full sharding over all 4 ranks."""
+    theirs = FullyShardedDataParallel(
+        Transformer(), auto_wrap_policy=LAYERS, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    pair = theirs, compiled(Transformer(), strategy=strategy, **arranged((2, 2), given))
     optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4) for model in pair]
     for _ in range(5):
         losses = []
         for model, optimizer in zip(pair, optimizers, strict=True):
             optimizer.zero_grad()
-            losses.append(loss_of(model))
+            inputs = Transformer.get_input(model)
+            losses.append(Transformer.get_loss(model, inputs, model(*inputs)))
             losses[-1].backward()
             optimizer.step()
         assert_close(losses[1], losses[0])
 
 
 @EACH
-def test_as_full_shard(ranks: Any, strategy: Any) -> None:
-    ranks(4).run(parity, strategy)
-
-
-def mixed(rank: int, world_size: int, strategy: Any) -> tuple[list[str], list[str]]:
-    """The layers are sharded in pairs of ranks, what is around them over all four."""
-    layers = dict.fromkeys(("transformer.*.layers.*",), strategy)
-    mesh = init_device_mesh("cpu", (2, 2))
-    given: dict[str, Any] = {"strategy": {"": ShardingStrategy.FULL_SHARD, **layers}, "mesh": mesh}
-    model, plain = compiled(Transformer(), **given), compiled(Transformer())
-    for each in (model, plain):
-        loss_of(each).backward()
-    with count_collectives() as forward:
-        loss = loss_of(model)
-    with count_collectives() as backward:
-        loss.backward()
-    loss_of(plain).backward()
-    for name, param in plain.named_parameters():
-        assert_close(full(model.get_parameter(name).grad), full(param.grad), msg=name)
-    return forward.kinds(), backward.kinds()
-
-
-@pytest.mark.sample(1)
-@EACH
-def test_hybrid_layers_in_a_model_that_is_fully_sharded(ranks: Any, strategy: Any) -> None:
-    for forward, backward in ranks(4).run(mixed, strategy):
-        assert forward.count("all_gather") == 5
-        assert backward.count("all_gather") == (1 if strategy is HYBRID[1] else 5)
-        assert backward.count("reduce_scatter") == 5
-        assert backward.count("all_reduce") == 4
+@GIVEN
+def test_as_full_shard(ranks: Any, strategy: Any, given: str) -> None:
+    ranks(4).run(parity, strategy, given)
 
 
 def test_options_of_a_policy_that_are_refused() -> None:
