@@ -37,7 +37,6 @@ from fxshard.config.options import (
     Strategy,
     UnitName,
 )
-from fxshard.config.precision import Precision
 from fxshard.config.sizes import SizeName, named_sizes
 from fxshard.errors import ConfigError
 from fxshard.hardware import Hardware, hardware_of
@@ -146,12 +145,6 @@ class Config:
         hardware_of(self.hardware)  # refuses unknown names
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
-        for policy in self.precisions.values():
-            if Precision.of(policy).buffer_dtype is not None and self.full_precision_in_eval:
-                raise ConfigError(
-                    "full_precision_in_eval=True with a buffer_dtype: buffers are cast for good "
-                    "when the model is sharded. Leave buffer_dtype out."
-                )
         if self.given:  # of another Config, whose values may be defaults in their parsed form
             plain = Config()
             changed = {name for name in changed if getattr(self, name) != getattr(plain, name)}

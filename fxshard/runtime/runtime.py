@@ -185,6 +185,7 @@ class Runtime(Phases):
                 if self.follow_changes():
                     self.variants.clear()
                     self.attributes, self.hooks = Attributes(), Hooks()
+                self.follow_mode()
             kind = self.kind(args, kwargs)
             found = self._serving(kind)
             traced = found.traced if found else self._traced(args, kwargs, kind)
