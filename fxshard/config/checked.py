@@ -37,6 +37,7 @@ from fxshard.config.options import (
     Strategy,
     UnitName,
 )
+from fxshard.config.precision import Precision
 from fxshard.config.sizes import SizeName, named_sizes
 from fxshard.errors import ConfigError
 from fxshard.hardware import Hardware, hardware_of
@@ -145,6 +146,8 @@ class Config:
         hardware_of(self.hardware)  # refuses unknown names
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
+        for policy in self.precisions.values():
+            Precision.of(policy)  # refuses fields that are not known
         if self.given:  # of another Config, whose values may be defaults in their parsed form
             plain = Config()
             changed = {name for name in changed if getattr(self, name) != getattr(plain, name)}

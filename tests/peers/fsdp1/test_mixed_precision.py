@@ -488,6 +488,12 @@ def compiled_in_eval(rank: int, world_size: int) -> None:
     assert torch.equal(model(x), plain(x))
     assert torch.equal(model.get_buffer("0.scale"), plain.get_buffer("0.scale"))
     model.train()
+    model(x)
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))  # which is rounded
+    model.eval()
+    with model.summon_full_params(), torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    model.train()
     loss = model(x).sum()
     assert model.get_buffer("0.scale").dtype == F16
     model.eval()
