@@ -147,11 +147,7 @@ class Config:
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", parse_budget(self.memory_budget))
         for policy in self.precisions.values():
-            if Precision.of(policy).buffer_dtype is not None and self.full_precision_in_eval:
-                raise ConfigError(
-                    "full_precision_in_eval=True with a buffer_dtype: buffers are cast for good "
-                    "when the model is sharded. Leave buffer_dtype out."
-                )
+            Precision.of(policy)  # refuses fields that are not known
         if self.given:  # of another Config, whose values may be defaults in their parsed form
             plain = Config()
             changed = {name for name in changed if getattr(self, name) != getattr(plain, name)}

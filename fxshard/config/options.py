@@ -96,7 +96,9 @@ class Options(TypedDict, total=False):
     """
 
     full_precision_in_eval: bool
-    """In eval mode, `mixed_precision` has no effect."""
+    """In eval mode, `mixed_precision` has no effect. Buffers that had a ``buffer_dtype`` in
+    training are cast back for calls in eval mode, and so are rounded (as by FSDP1).
+    """
 
     forward_prefetch: int | Prefetched | None
     """How many units ahead an unshard is launched in forward; "pre" and FSDP1's True are 1, None,

@@ -29,7 +29,8 @@ class Precision:
         param_dtype: of unsharded parameters, and so of the gather and of compute; None: as stored.
         reduce_dtype: in which gradients are reduced; None: that of the unsharded gradient.
         output_dtype: to which floating outputs of the module are cast; None: not at all.
-        buffer_dtype: to which floating buffers are cast when the model is sharded; None: not.
+        buffer_dtype: to which floating buffers are cast when the model is sharded; None: not. With
+            ``full_precision_in_eval`` they are cast back for calls in eval mode, and again after.
         cast_inputs: cast floating inputs of the module to `param_dtype`.
         cast_root_inputs: the same for the root module.
         keep_low_precision_grads: ``.grad`` stays in the dtype in which it was reduced.

@@ -135,6 +135,7 @@ class Runtime(Phases):
         self.reshard()  # of an `unshard` that nobody ended
         self._lying.clear()  # the program gathers its own
         if self.summoned and not torch.is_grad_enabled():
+            self.follow_mode()
             with as_users_own(self.model):
                 return self.model(*args, **kwargs)
         if by_transforms:
@@ -185,6 +186,7 @@ class Runtime(Phases):
                 if self.follow_changes():
                     self.variants.clear()
                     self.attributes, self.hooks = Attributes(), Hooks()
+                self.follow_mode()
             kind = self.kind(args, kwargs)
             found = self._serving(kind)
             traced = found.traced if found else self._traced(args, kwargs, kind)

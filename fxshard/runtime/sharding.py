@@ -253,7 +253,8 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
         if unit.precision.keep_low_precision_grads:
             for param in unit.params:
                 dtype = unit.precision.reduce_dtype or param.compute_dtype
-                exposed[param.fqn].grad_dtype = dtype if param.dtype.is_floating_point else None
+                kept = param.dtype.is_floating_point and not config.full_precision_in_eval
+                exposed[param.fqn].grad_dtype = dtype if kept else None  # None: what comes
     for buffer, full in buffers:
         _give_buffer(buffer, full, owners[id(buffer)])
     for fqn, slot in slots.items():

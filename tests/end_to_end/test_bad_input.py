@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fxshard
 from fxshard._torch import process_groups
@@ -103,13 +103,6 @@ VALUES = [
     ),
     ({"reshard_after_forward": {"head": False}}, r"reshard_after_forward names 'head', which is"),
     ({"mixed_precision": torch.bfloat16}, r"mixed_precision=torch\.bfloat16: expected .*Policy"),
-    (
-        {
-            "mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16),
-            "full_precision_in_eval": True,
-        },
-        r"full_precision_in_eval=True with a buffer_dtype",
-    ),
     ({"offload": "cpu"}, r"offload='cpu': expected torch\.distributed\.fsdp\.CPUOffloadPolicy"),
     ({"ignored": "head"}, r"ignored='head': expected a list .*; write ignored=\['head'\]"),
     ({"param_init_fn": 3}, r"param_init_fn=3: expected a function of a module"),

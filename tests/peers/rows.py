@@ -34,9 +34,8 @@ PyTorch's test suites; our tests of the same behaviour are written anew, with th
 oracles and tolerances, and run on gloo ranks.
 
 - **same**: the named tests assert what torch's method asserts, of fxshard. Known to cover less of
-  a grid than upstream: FSDP1's `test_full_precision_in_eval` (without casts of inputs, a cell that
-  needs the buffers that `test_full_precision_in_eval_buffers` is refused for); FSDP2's training
-  tests run fewer steps, and one peak of memory for four points.
+  a grid than upstream: FSDP2's training tests run fewer steps, and one peak of memory for four
+  points.
 - **refused**: fxshard says why not and what to do; the named test asserts the text.
 - **not applicable**: there is nothing of the kind here, or it needs a GPU.
 - **missing**: fxshard does not do it yet.

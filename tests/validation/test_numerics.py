@@ -155,6 +155,18 @@ def test_bitwise_under_options(options: dict[str, Any]) -> None:
     assert gradients == {name for name, _ in MODELS["mlp13"].build().named_parameters()}
 
 
+def test_bitwise_in_eval_in_full_precision() -> None:
+    """What is sharded in eval mode keeps its buffers as they are until it trains."""
+    policy = dataclasses.replace(KEPT, _module_classes_to_ignore=())
+    options: dict[str, Any] = {"mixed_precision": policy, "full_precision_in_eval": True}
+    for training in (False, True):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).train(training)
+        nn.init.uniform_(model.get_buffer("1.running_mean"))
+        made = fxshard.validate(model, (torch.ones(2, 3),), world_size=2, numerics=True, **options)
+        assert made.numerics is not None and made.numerics.verdict == "bitwise"
+        assert made.holds and not made.max_abs_difference
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_bitwise_models(name: str) -> None:

@@ -57,7 +57,7 @@ class ParameterStore:
         comm_hook: the user's function reduces gradients.
         after_reductions: those of ``set_all_reduce_hook``, by FQN of the unit.
         forwards: the eager forwards that are running.
-        stored_dtypes: by name of a buffer that was cast, the dtype that it had.
+        stored_dtypes: by name of a buffer that is cast now, the dtype that it had.
         device: type of the device that programs run on; shards may be offloaded from it.
         summoned: parameters are unsharded now, and no program may run.
         unfilled: names of parameters and buffers that were on the meta device, until a call has
@@ -90,6 +90,7 @@ class ParameterStore:
         self.wrapped: dict[str, str] = {}  # name of a parameter -> as it is called now
         self.forwards: eager.Forwards = eager.Forwards()
         self.stored_dtypes: dict[str, torch.dtype] = {}
+        self._as_stored: bool = self._in_full_precision()  # what is true of the buffers now
         self._cast_buffers()
         self.summoned: bool = False
         self.chosen: dict[str, dict[str, Any]] = {}
@@ -97,18 +98,32 @@ class ParameterStore:
         self.structure = Structure(self.model)
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
 
+    def _in_full_precision(self) -> bool:
+        """True if calls compute as if no unit had a policy."""
+        return self.config.full_precision_in_eval and not self.model.training
+
+    def follow_mode(self) -> None:
+        """Cast buffers if calls compute in other dtypes than before (FSDP1 rounds them too)."""
+        if self._in_full_precision() != self._as_stored:
+            self._as_stored = not self._as_stored
+            self._cast_buffers()
+
     def _cast_buffers(self) -> None:
-        """Give buffers the dtype of their unit's policy, permanently (as FSDP1).
+        """Give buffers the dtype of their unit's policy, or the one that they had before that.
 
         With offload they also move to the device of the program: they are not loaded per unit.
+        They are other tensors then: a backward that is still to come reads those of its forward.
         """
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        dtypes = buffer_dtypes(self.units, buffers)
+        if self._as_stored:
+            dtypes, self.stored_dtypes = self.stored_dtypes, {}
+        else:
+            dtypes = buffer_dtypes(self.units, buffers)
         cast: dict[int, Tensor] = {}
         for name, buffer in buffers.items():
             dtype = dtypes.get(name, buffer.dtype)
             home = self.compute_device() if self.config.offload is not None else buffer.device.type
-            if dtype is not buffer.dtype:
+            if dtype is not buffer.dtype and not self._as_stored:
                 self.stored_dtypes[name] = buffer.dtype
             if dtype is not buffer.dtype or home != buffer.device.type:
                 module, key = self._owner(name)
@@ -199,7 +214,7 @@ class ParameterStore:
         for fqn, each in list(self.kept.items()):
             if not self.is_new(each, self.slots[fqn]):
                 del self.kept[fqn]
-        if self.config.full_precision_in_eval and not self.model.training:
+        if self._in_full_precision():
             return ()  # which computes in another dtype
         return tuple(self.kept)
 

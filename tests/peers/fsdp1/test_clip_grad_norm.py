@@ -29,7 +29,7 @@ HALVES = {
     "units": ["transformer.encoder", "transformer.decoder"],
     "strategy": {"": FULL, "transformer.encoder": NO_SHARD},
 }
-STRATEGIES = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "full_shard": {"strategy": FULL},
     "no_shard": {"strategy": NO_SHARD},
     "mixed_strategy": HALVES,

@@ -9,13 +9,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+)
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing import assert_close
 
 from fxshard.runtime.world.c10d import C10dWorld
 from tests.fsdp2 import full
@@ -29,7 +36,6 @@ from tests.peers.fsdp1.shared import (
     compiled,
     loss_of,
 )
-from tests.ranks import told
 
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 POLICIES = {
@@ -343,10 +349,7 @@ def test_inputs_of_the_root_in_eval(ranks: Any, full_in_eval: bool) -> None:
 def evaluated(rank: int, world_size: int, cast: bool, full_in_eval: bool) -> None:
     """In training fp16 with gradients in fp32; in eval as asked, reductions included."""
     policy = MixedPrecision(
-        param_dtype=F16,
-        reduce_dtype=F16,
-        buffer_dtype=None if full_in_eval else F16,
-        cast_forward_inputs=cast,
+        param_dtype=F16, reduce_dtype=F16, buffer_dtype=F16, cast_forward_inputs=cast
     )
     options = {"mixed_precision": policy, "full_precision_in_eval": full_in_eval}
     model = compiled(Transformer(train=True), **options)
@@ -365,11 +368,9 @@ def evaluated(rank: int, world_size: int, cast: bool, full_in_eval: bool) -> Non
 CAST = pytest.mark.parametrize("cast", [True, False], ids=["cast", "as_given"])
 
 
-@pytest.mark.parametrize(
-    ("cast", "full_in_eval"),
-    [(True, True), (True, False), (False, False)],
-    ids=["full", "low", "low_as_given"],
-)
+@pytest.mark.sample(4)
+@CAST
+@FULL_IN_EVAL
 def test_precision_in_eval(ranks: Any, cast: bool, full_in_eval: bool) -> None:
     ranks(2).run(evaluated, cast, full_in_eval)
 
@@ -379,7 +380,7 @@ def reduced_in_eval(rank: int, world_size: int, cast: bool, full_in_eval: bool) 
     policy = MixedPrecision(
         param_dtype=F32,
         reduce_dtype=F16,
-        buffer_dtype=None if full_in_eval else F32,
+        buffer_dtype=F32,
         cast_forward_inputs=cast,
         _module_classes_to_ignore=[],
     )
@@ -398,17 +399,118 @@ def test_reductions_in_eval(ranks: Any, cast: bool, full_in_eval: bool) -> None:
     ranks(2).run(reduced_in_eval, cast, full_in_eval)
 
 
-def buffers_in_eval(rank: int, world_size: int) -> str:
-    return told(
-        lambda: compiled(
-            Checks(F32, HALF), units=[], mixed_precision=HALF, full_precision_in_eval=True
-        )
+class Scaled(nn.Module):
+    """A layer whose outputs are scaled by a buffer in float64, which each call adds to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(10, 10)
+        self.register_buffer("scale", torch.tensor([1.0 + 1e-9, 1 / 3], dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += 0.1
+        return self.lin(x) * self.scale.sum().to(x.dtype)
+
+
+def scaled() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(), Scaled())
+
+
+def buffers_in_eval(
+    rank: int, world_size: int, cast: bool, full_in_eval: bool, keeps: bool
+) -> None:
+    """Beside torch's own: training, twice eval, and training again, one from the other's end."""
+    policy = MixedPrecision(
+        param_dtype=F16,
+        reduce_dtype=F16,
+        buffer_dtype=F16,
+        cast_forward_inputs=cast,
+        keep_low_precision_grads=keeps,
     )
+    with mock.patch.dict("os.environ", FSDP_USE_FULL_PREC_IN_EVAL=str(int(full_in_eval))):
+        theirs = FullyShardedDataParallel(
+            scaled(),
+            auto_wrap_policy=ModuleWrapPolicy({Scaled}),
+            mixed_precision=policy,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+    options = {"mixed_precision": policy, "full_precision_in_eval": full_in_eval}
+    ours = compiled(scaled(), units=["0"], **options)
+    torch.manual_seed(1 + rank)
+    for training in (True, False, False, True):
+        x = torch.randn(3, 10)
+        wanted = F64 if full_in_eval and not training else F16
+        outputs = []
+        for model in (theirs, ours):
+            if keeps:  # torch's own can neither add up two dtypes nor unshard fp16 ones
+                model.zero_grad()
+            model.train(training)
+            outputs.append(model(x))
+            outputs[-1].sum().backward()
+            assert {buffer.dtype for buffer in model.buffers()} == {wanted}
+        assert outputs[0].dtype == (F32 if wanted == F64 else F16)
+        assert torch.equal(*outputs)
+        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            assert torch.equal(mine, other)
+        if keeps:
+            both = (ours, theirs)
+            dtypes = [{p.grad.dtype for p in m.parameters() if p.grad is not None} for m in both]
+            assert dtypes == [{F32 if wanted == F64 else F16}] * 2
+        else:
+            with FullyShardedDataParallel.summon_full_params(theirs, with_grads=True):
+                for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    assert other.grad.any()
+                    assert torch.equal(full(mine.grad), other.grad)
+        saved = ours.full_state_dict(rank0_only=False)["0.scale"]
+        assert saved.dtype == F64 and torch.equal(saved, ours.get_buffer("0.scale").double())
 
 
-def test_buffers_in_eval(ranks: Any) -> None:
-    for said in ranks(2).run(buffers_in_eval):
-        assert "full_precision_in_eval=True with a buffer_dtype: buffers are cast for good" in said
+@pytest.mark.sample(4)
+@CAST
+@FULL_IN_EVAL
+def test_buffers_in_eval(ranks: Any, cast: bool, full_in_eval: bool) -> None:
+    ranks(2).run(buffers_in_eval, cast, full_in_eval, False)
+
+
+@FULL_IN_EVAL
+def test_dtypes_of_kept_gradients_in_eval(ranks: Any, full_in_eval: bool) -> None:
+    ranks(2).run(buffers_in_eval, True, full_in_eval, True)
+
+
+def compiled_in_eval(rank: int, world_size: int) -> None:
+    """Nothing is rounded until it trains; a backward after that reads what its forward did."""
+    options = {"mixed_precision": HALF, "full_precision_in_eval": True}
+    plain, model = scaled().eval(), compiled(scaled().eval(), units=["0"], **options)
+    torch.manual_seed(1 + rank)
+    x = torch.randn(3, 10)
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(model.get_buffer("0.scale"), plain.get_buffer("0.scale"))
+    model.train()
+    model(x)
+    plain.load_state_dict(model.full_state_dict(rank0_only=False))  # which is rounded
+    model.eval()
+    with model.summon_full_params(), torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    model.train()
+    loss = model(x).sum()
+    assert model.get_buffer("0.scale").dtype == F16
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    assert model.get_buffer("0.scale").dtype == F64
+    loss.backward()
+    plain.half()(x.half()).sum().backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert other.grad is not None and other.grad.any()
+        expected = other.grad.float()
+        dist.all_reduce(expected)
+        assert_close(full(param.grad), expected / world_size, rtol=1e-2, atol=1e-3)
+
+
+def test_buffers_of_a_model_that_is_compiled_in_eval(ranks: Any) -> None:
+    ranks(2).run(compiled_in_eval)
 
 
 class WithAverage(nn.Module):
