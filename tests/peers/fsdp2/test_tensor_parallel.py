@@ -229,6 +229,16 @@ def test_states_of_two_dimensions_are_saved_and_loaded(ranks: Any, dim: int) -> 
     ranks(4).run(saved, (2, 2), dim)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [4, 6, 8, 10])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
+def test_states_of_eight_ranks_are_saved_and_loaded(
+    ranks: Any, shape: tuple[int, ...], dim: int
+) -> None:
+    """On the meshes that torch's tests have: four ranks of tensor parallelism; a hybrid one."""
+    ranks(8).run(saved, shape, dim)
+
+
 def scaled(rank: int, world_size: int, inf: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _, model = two_mlps(mesh, "dp")
