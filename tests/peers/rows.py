@@ -38,7 +38,8 @@ oracles and tolerances, and run on gloo ranks.
   `test_fsdp_tp_integration.py` (offload with SHARD_GRAD_OP; counts of the tensor-parallel
   collectives), `test_full_precision_in_eval` (without casts of inputs, a cell that needs the
   buffers that `test_full_precision_in_eval_buffers` is refused for), hybrid strategies mixed by
-  process groups; FSDP2's training tests run fewer steps, and one peak of memory for four points.
+  process groups; of FSDP2's `test_fully_shard_training_memory`, backward with offload is within
+  torch's bound of 4.6 blocks with `backward_prefetch=0` (4.0), and not by default (5.0).
 - **refused**: fxshard says why not and what to do; the named test asserts the text.
 - **not applicable**: there is nothing of the kind here, or it needs a GPU.
 - **missing**: fxshard does not do it yet.

@@ -95,6 +95,8 @@ def stacked(
             checkpoint(module)
         fxshard.fully_shard(module, mesh=data, reshard_after_forward=reshard)
     fxshard.fully_shard(model, mesh=data, reshard_after_forward=reshard)
+    for mine, theirs in zip(model.parameters(), ref.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs)
     optimizers = adam(ref), adam(model)
     torch.manual_seed(43 + rank // shape[-1])
     for _ in range(10):
