@@ -116,7 +116,10 @@ def test_reductions_after_a_frozen_forward(ranks: Any) -> None:
 
 
 def accumulated(rank: int, world_size: int, reshard: bool) -> None:
-    """Unreduced gradients of bf16 compute are summed in fp32."""
+    """Unreduced gradients of bf16 compute are summed in fp32, and sent once.
+
+    Units that stay unsharded after forward stay so until the last backward.
+    """
     model = made(stack)
     ref = copy.deepcopy(model)
     low = copy.deepcopy(ref).to(BF16)
@@ -127,6 +130,7 @@ def accumulated(rank: int, world_size: int, reshard: bool) -> None:
         with count_collectives() as seen:
             for index, x in enumerate(batches):
                 model.set_requires_gradient_sync(index == 3)
+                model.set_reshard_after_backward(reshard or index == 3)
                 losses = [each(x).sum() for each in (low, model)]
                 assert losses[1].dtype == BF16
                 assert_close(losses[1], losses[0])
@@ -136,6 +140,9 @@ def accumulated(rank: int, world_size: int, reshard: bool) -> None:
                     mine.grad = grad if mine.grad is None else mine.grad + grad
                     other.grad = None
         assert_reduced_in(seen, ref, FP32)
+        assert seen.count("reduce_scatter") == len(model)
+        assert seen.count("all_gather") == len(model) * (2 * len(batches) if reshard else 1)
+        assert seen.count() == seen.count("reduce_scatter") + seen.count("all_gather")
         for mine in ref.parameters():
             dist.all_reduce(mine.grad)
             mine.grad /= world_size
@@ -148,10 +155,11 @@ def accumulated(rank: int, world_size: int, reshard: bool) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_unreduced_gradients_are_summed_in_the_dtype_of_reductions(
-    ranks: Any, reshard: bool
+    ranks: Any, count: int, reshard: bool
 ) -> None:
-    ranks(2).run(accumulated, reshard)
+    ranks(count).run(accumulated, reshard)
 
 
 # -- structured inputs and outputs -----------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.peers.fsdp2.common import (
 )
 from tests.peers.fsdp2.test_mixed_precision import RESHARD, assert_reduced_in, reduced, stack
 from tests.peers.fsdp2.test_state_dict import saved
-from tests.peers.fsdp2.test_training import two_layers
+from tests.peers.fsdp2.test_training import EIGHT, two_layers
 from tests.ranks import told
 
 
@@ -42,8 +42,9 @@ def one_unit(rank: int, world_size: int) -> None:
     train_alike(ref, model, lambda: (x,))
 
 
-def test_one_unit_sharded_along_its_largest_dimension(ranks: Any) -> None:
-    ranks(2).run(one_unit)
+@pytest.mark.parametrize("count", [2, EIGHT])
+def test_one_unit_sharded_along_its_largest_dimension(ranks: Any, count: int) -> None:
+    ranks(count).run(one_unit)
 
 
 def transformer(rank: int, world_size: int) -> None:
@@ -56,8 +57,9 @@ def transformer(rank: int, world_size: int) -> None:
     assert_parity(ref, model)
 
 
-def test_a_transformer_sharded_along_its_largest_dimensions(ranks: Any) -> None:
-    ranks(4).run(transformer)
+@pytest.mark.parametrize("count", [4, EIGHT])
+def test_a_transformer_sharded_along_its_largest_dimensions(ranks: Any, count: int) -> None:
+    ranks(count).run(transformer)
 
 
 def last(rank: int, world_size: int) -> None:

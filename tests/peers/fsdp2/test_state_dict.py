@@ -59,10 +59,20 @@ def saved(rank: int, world_size: int, dim: int, hybrid: bool, placed: Any = None
     assert_saves_and_loads(kept, rank)
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("dim", [2, 3, 4, 5])
-def test_sharded_states_are_saved_and_loaded(ranks: Any, dim: int, hybrid: bool) -> None:
-    ranks(4 if hybrid else 2).run(saved, dim, hybrid)
+@pytest.mark.parametrize(
+    ("count", "hybrid"),
+    [
+        (2, False),
+        (4, True),
+        *(pytest.param(8, hybrid, marks=pytest.mark.slow) for hybrid in (False, True)),
+    ],
+)
+def test_sharded_states_are_saved_and_loaded(
+    ranks: Any, count: int, hybrid: bool, dim: int
+) -> None:
+    """Of two to five rows, those of the last layers, most of eight ranks have none."""
+    ranks(count).run(saved, dim, hybrid)
 
 
 def kept_state(rank: int, world_size: int, dim: int, moved: bool) -> None:

@@ -95,6 +95,8 @@ def stacked(
             checkpoint(module)
         fxshard.fully_shard(module, mesh=data, reshard_after_forward=reshard)
     fxshard.fully_shard(model, mesh=data, reshard_after_forward=reshard)
+    for mine, theirs in zip(model.parameters(), ref.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs)
     optimizers = adam(ref), adam(model)
     torch.manual_seed(43 + rank // shape[-1])
     for _ in range(10):
@@ -227,6 +229,16 @@ def saved(rank: int, world_size: int, shape: tuple[int, ...], dim: int) -> None:
 @pytest.mark.parametrize("dim", [4, 6, 8, 10])
 def test_states_of_two_dimensions_are_saved_and_loaded(ranks: Any, dim: int) -> None:
     ranks(4).run(saved, (2, 2), dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [4, 6, 8, 10])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
+def test_states_of_eight_ranks_are_saved_and_loaded(
+    ranks: Any, shape: tuple[int, ...], dim: int
+) -> None:
+    """On the meshes that torch's tests have: four ranks of tensor parallelism; a hybrid one."""
+    ranks(8).run(saved, shape, dim)
 
 
 def scaled(rank: int, world_size: int, inf: bool) -> None:

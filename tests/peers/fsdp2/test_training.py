@@ -30,7 +30,6 @@ from tests.peers.fsdp2.common import (
 )
 
 RESHARD = [True, False, 2]
-ON_CPU = CPUOffloadPolicy(pin_memory=False)
 
 # -- what forward takes ----------------------------------------------------------------------------
 
@@ -131,7 +130,8 @@ def two_layers(first: tuple[int, int], second: tuple[int, int]) -> nn.Module:
     return nn.Sequential(nn.Linear(*first), nn.ReLU(), nn.Linear(*second))
 
 
-def one_unit(rank: int, world_size: int, shapes: Any) -> None:
+def one_unit(rank: int, world_size: int, shapes: Any) -> int:
+    """Returns the rows that this rank has of the last bias."""
     model = made(lambda: two_layers(*shapes))
     ref = ddp(copy.deepcopy(model)) if world_size > 1 else copy.deepcopy(model)
     fxshard.fully_shard(model)
@@ -139,14 +139,20 @@ def one_unit(rank: int, world_size: int, shapes: Any) -> None:
     with count_collectives() as seen:
         train_alike(ref, model, lambda: (x,), parity=world_size > 1)  # which sends
     assert world_size > 1 or seen.calls == []
+    return model[2].bias.to_local().numel()
 
 
 SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)]]
+# As many ranks as torch's tests have. Some have no rows of 3, or of 17 in chunks of 3.
+EIGHT = pytest.param(8, marks=pytest.mark.slow)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_one_unit_trains_as_ddp(ranks: Any, shapes: Any) -> None:
-    ranks(2).run(one_unit, shapes)
+@pytest.mark.parametrize("count", [2, 4, EIGHT])
+def test_one_unit_trains_as_ddp(ranks: Any, count: int, shapes: Any) -> None:
+    rows = ranks(count).run(one_unit, shapes)
+    assert sum(rows) == shapes[1][1] and (0 in rows) is (shapes[1][1] < count)
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
@@ -163,7 +169,7 @@ def units(rank: int, world_size: int, options: dict[str, Any], late: tuple[str, 
     if hybrid:
         names = ("replicate", "shard")
         options["mesh"] = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
-    ref, model = pair(lambda: Transformer(Args(layers=3, vocab=64)), **options)
+    ref, model = pair(lambda: Transformer(Args(layers=3, vocab=1024, length=64)), **options)
 
     def wait(where: str) -> None:
         if where in late and rank == 1:
@@ -181,7 +187,7 @@ def units(rank: int, world_size: int, options: dict[str, Any], late: tuple[str, 
     both = [(ref, adam(ref)), (model, adam(model))]
     with delayed("all_gather", "all-gather"), delayed("reduce_scatter", "reduce-scatter"):
         for step in range(10):
-            tokens, losses = torch.randint(64, (3, 16)), []
+            tokens, losses = torch.randint(1024, (3, 64)), []
             for each, optim in both:
                 optim.zero_grad(set_to_none=step % 2 == 0)
                 losses.append(each(tokens).sum())
@@ -198,11 +204,17 @@ LATE = [(), *((each,) for each in DELAYS), DELAYS]
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("late", LATE, ids=lambda late: "+".join(late) or "on time")
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_units_train_as_ddp(ranks: Any, reshard: Any, late: Any) -> None:
-    ranks(4 if reshard == 2 else 2).run(units, {"reshard_after_forward": reshard}, late)
+@pytest.mark.parametrize("count", [2, EIGHT])
+def test_units_train_as_ddp(ranks: Any, count: int, reshard: Any, late: Any) -> None:
+    options = {"reshard_after_forward": reshard}
+    ranks(4 if (count, reshard) == (2, 2) else count).run(units, options, late)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("late", LATE, ids=lambda late: "+".join(late) or "on time")
-def test_units_on_the_cpu_train_as_ddp(ranks: Any, late: Any) -> None:
-    ranks(2).run(units, {"offload_policy": ON_CPU}, late)
+@pytest.mark.parametrize(
+    ("count", "pinned"), [(2, False), (2, True), pytest.param(8, False, marks=pytest.mark.slow)]
+)
+def test_units_on_the_cpu_train_as_ddp(ranks: Any, count: int, pinned: bool, late: Any) -> None:
+    """Memory is pinned only where there is an accelerator; without one it is the same as not."""
+    ranks(count).run(units, {"offload_policy": CPUOffloadPolicy(pin_memory=pinned)}, late)

@@ -88,7 +88,7 @@ def test_a_unit_runs_twice_in_forward(ranks: Any, reshard: Any) -> None:
 
 
 def checkpointed(rank: int, world_size: int, reshard: bool, how: str) -> None:
-    args = Args(layers=3, vocab=64, checkpoint=how == "utils")
+    args = Args(layers=3, vocab=1024, length=64, checkpoint=how == "utils")
     model = made(lambda: Transformer(args))
     ref = ddp(copy.deepcopy(model))
     if how == "wrapper":
@@ -97,14 +97,8 @@ def checkpointed(rank: int, world_size: int, reshard: bool, how: str) -> None:
         for layer in model.layers:
             checkpoint(layer)
     shard(model, reshard_after_forward=reshard)
-    tokens = model.tokens(3, 16)
-    train_alike(ref, model, lambda: (tokens,), parity=how != "wrapper")
-    names = [
-        name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters()
-    ]
-    assert names == [name for name, _ in ref.module.named_parameters()]
-    for mine, theirs in zip(model.parameters(), ref.parameters(), strict=True):
-        assert_close(mine.full_tensor(), theirs.detach())
+    tokens = model.tokens(3, 64)
+    train_alike(ref, model, lambda: (tokens,))
 
 
 @pytest.mark.parametrize("how", ["utils", "wrapper", "composable"])
@@ -289,8 +283,9 @@ def tied(rank: int, world_size: int, reshard: bool, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "composable"])
 @pytest.mark.parametrize("reshard", [False, True])
-def test_tied_parameters_train_as_ddp(ranks: Any, reshard: bool, how: str) -> None:
-    ranks(2).run(tied, reshard, how)
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tied_parameters_train_as_ddp(ranks: Any, count: int, reshard: bool, how: str) -> None:
+    ranks(count).run(tied, reshard, how)
 
 
 class Tied(nn.Module):
@@ -389,7 +384,7 @@ ACCUMULATED = [
 def test_gradients_accumulate_unreduced(
     ranks: Any, hybrid: bool, reshard: Any, offload: bool
 ) -> None:
-    ranks(4 if hybrid or reshard == 2 else 2).run(accumulated, hybrid, reshard, offload)
+    ranks(4).run(accumulated, hybrid, reshard, offload)
 
 
 # -- hybrid sharding -------------------------------------------------------------------------------

@@ -240,8 +240,7 @@ BY_UNITS = [  # mode, hybrid, scatters; none is left out of all units without a 
 def test_some_reductions_are_left_out(
     ranks: Any, mode: str, hybrid: bool, scatters: bool, reshard: Any, offload: bool
 ) -> None:
-    pool = ranks(4 if hybrid or reshard == 2 else 2)
-    pool.run(by_units, mode, hybrid, scatters, reshard, offload)
+    ranks(4).run(by_units, mode, hybrid, scatters, reshard, offload)
 
 
 STAYS = [
@@ -256,8 +255,7 @@ STAYS = [
 def test_units_that_stay_unsharded(
     ranks: Any, mode: str, hybrid: bool, scatters: bool, reshard: bool
 ) -> None:
-    pool = ranks(4 if hybrid else 2)
-    pool.run(by_units, mode, hybrid, scatters, reshard, False, True)
+    ranks(4).run(by_units, mode, hybrid, scatters, reshard, False, True)
 
 
 def pipelined(rank: int, world_size: int, ahead: bool, stays: bool = False) -> None:
