@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,21 +31,20 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import fxshard
 from benchmarks import mesh_models
 from benchmarks.figures import RESULTS, geometric_mean, ratio, spread, write
 from benchmarks.models import Batch, Model, llama, vision
-from benchmarks.peak_bytes import held_bytes, tops
+from benchmarks.peak_bytes import held_bytes
+from benchmarks.points import peak
 from benchmarks.published_steps.llama import Shape
 from benchmarks.ranks import on_ranks
 from benchmarks.sides import Setting, Training
-from benchmarks.step_time import Times, alternating
+from benchmarks.step_time import PHASES, Times, alternating
 
 RANKS = 4
 TARGETS = {"step": 0.85, "peak": 0.90}
-PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +83,11 @@ def by_layers(recipe: Model, columns: list[str], rows: list[str], outer: dict[st
         **{f"{recipe.blocks}.{name}": ColwiseParallel() for name in columns},
         **{f"{recipe.blocks}.{name}": RowwiseParallel() for name in rows},
     }
-    return Case(recipe, lambda model, mesh: cut_by(model, mesh, outer | styles))
 
+    def cut(model: nn.Module, mesh: DeviceMesh) -> None:
+        parallelize_module(model, mesh["tp"], outer | styles)
 
-def cut_by(model: nn.Module, mesh: DeviceMesh, styles: dict[str, Any]) -> None:
-    parallelize_module(model, mesh["tp"], styles)
+    return Case(recipe, cut)
 
 
 CASES = {
@@ -151,7 +149,8 @@ def measured(name: str, steps: int) -> dict[str, Any]:
         training.batch = training.recipe.batch()
     losses = {side: loss_of(training) for side, training in trainings.items()}
     times = alternating(trainings, steps)
-    return {"losses": losses, "times": times, "peaks": {s: peak(t) for s, t in trainings.items()}}
+    peaks = {side: peak(training, held_bytes(training)) for side, training in trainings.items()}
+    return {"losses": losses, "times": times, "peaks": peaks}
 
 
 def loss_of(training: On) -> float:
@@ -159,18 +158,6 @@ def loss_of(training: On) -> float:
     with torch.no_grad(), training.case.around():
         found: Tensor = training.recipe.loss(training.model(*args, **kwargs), training.batch[1])
     return found.full_tensor().item() if hasattr(found, "full_tensor") else found.item()
-
-
-def peak(training: On) -> int:
-    """Bytes at once in a step, at most."""
-    held = held_bytes(training)
-    dist.barrier()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        training.step()  # so that the profiler knows what the next one frees
-        for phase, run in training.phases():
-            with record_function(f"phase {phase}"):
-                run()
-    return max(tops(seen.profiler.kineto_results.events(), held).values())
 
 
 def row_of(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:

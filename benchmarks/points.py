@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -18,12 +17,11 @@ import fxshard
 from benchmarks.models import FRONT, SMOKE, Model
 from benchmarks.peak_bytes import held_bytes, tops
 from benchmarks.sides import Setting, Training, checkpointed
-from benchmarks.step_time import one_step
+from benchmarks.step_time import PHASES, alternating
 from fxshard._torch import dtensors
 from fxshard.memory.category import Category
 
 WORLD = 2
-WARM = 3
 EVERY = {**FRONT, SMOKE.name: SMOKE}
 aten: Any = torch.ops.aten
 SAVED = [  # what `"selective"` of fxshard and torchtitan's per-operator policy save
@@ -127,17 +125,12 @@ def measured(name: str, points: Sequence[Point], steps: int) -> dict[str, dict[s
     recipe = EVERY[name]
     torch._functorch.config.activation_memory_budget = points[-1].budget  # of the compiled one
     trainings = {point.name: Training(recipe, point.name, shard=point.shard) for point in points}
-    for _ in range(WARM):
-        for training in trainings.values():
-            training.step()
-    times: dict[str, list[float]] = {point.name: [] for point in points}
-    for number in range(steps):
-        for each in trainings if number % 2 == 0 else reversed(trainings):
-            dist.barrier()
-            seconds = one_step(trainings[each])
-            times[each].append(sum(seconds[phase] for phase, _ in trainings[each].phases()))
+    times = alternating(trainings, steps)
     return {
-        each: {"seconds": times[each], "bytes": bytes_above(training)}
+        each: {
+            "seconds": [sum(step[phase] for phase in PHASES) for step in times[each]],
+            "bytes": bytes_above(training),
+        }
         for each, training in trainings.items()
     }
 

@@ -1,4 +1,4 @@
-"""Strides of fakes against those that kernels give, of every elementwise operator of torch."""
+"""Strides of fakes against those that kernels give: elementwise operators, memory formats."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard.capture.strides import KernelFakeMode
 from tests.capture.test_fakes import layouts
+from tests.eager import assert_trains_like_eager
 
 aten: Any = torch.ops.aten
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -159,16 +160,11 @@ def squares(out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("build", "shape"), [(Multiplies, (8, 6)), (Transposed, (2, 4, 5))])
-def test_programs_run_as_eager_in_the_bytes_that_are_planned(
+def test_programs_train_as_eager_in_the_bytes_that_are_planned(
     build: Any, shape: Any, dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(0)
-    found = fxshard.validate(
-        build().to(dtype),
-        (torch.randn(shape).to(dtype),),
-        world_size=2,
-        ranks="fake",
-        loss=squares,
-        micro_batches=1,
-    )
+    batch = torch.randn(shape).to(dtype)
+    assert_trains_like_eager(lambda: build().to(dtype), batch, loss=squares)
+    options = {"world_size": 2, "ranks": "fake", "loss": squares, "micro_batches": 1}
+    found = fxshard.validate(build().to(dtype), (batch,), **options)
     assert found.max_abs_difference == 0, found.table(only_different=True)
