@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -97,32 +98,61 @@ def check_memory(model: nn.Module, out_params: Container[int]) -> None:
     Sharding copies a parameter's values, so that what is written into one later would not be seen
     in the other. Parameters that are left alone (`out_params`) stay where they are.
     """
-    places: dict[int, list[tuple[int, int, str, str, bool]]] = {}
     params = {id(param) for param in model.parameters()}
+    found = []
     for kind, fqn, held in _named_tensors(model):
-        tensor = local_part(held)
-        if hasattr(held, PLACE) or not tensor.numel():
-            continue
-        first = int(tensor.storage_offset()) * tensor.element_size()
-        spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-        end = first + (sum(spans) + 1) * tensor.element_size()
-        stays = id(held) in out_params and not (kind == "buffer" and id(held) in params)
-        place = (first, end, kind, fqn, stays)
-        places.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+        if not hasattr(held, PLACE):
+            stays = id(held) in out_params and not (kind == "buffer" and id(held) in params)
+            found.append(((kind, fqn, stays), local_part(held)))
+    for (kind, fqn, out), (other_kind, other, other_out) in _overlaps(found):
+        both_buffers = kind == other_kind == "buffer"
+        if not both_buffers and not (out and other_out):
+            raise UnitError(
+                f"{kind} {fqn!r} and {other_kind} {other!r} lie in the same memory: a step "
+                f"that changes one would not change the other any more. Give one of them a "
+                f"copy (.clone()); to tie parameters, assign one nn.Parameter under both names."
+            )
+
+
+def check_cast_buffers(buffers: Mapping[str, torch.Tensor], dtypes: Container[str]) -> None:
+    """Raise UnitError if a buffer of another dtype now lies in the memory of another buffer.
+
+    Casting copies its values, so that what is written into one later would not be seen in the
+    other; FSDP1 takes them apart in silence.
+
+    Args:
+        buffers: of the model, by name; those of several names once.
+        dtypes: names of those that a ``buffer_dtype`` casts.
+    """
+    for one, other in _overlaps(buffers.items()):
+        if one in dtypes or other in dtypes:
+            raise UnitError(
+                f"buffers {one!r} and {other!r} lie in the same memory, and mixed_precision casts "
+                f"them (buffer_dtype): what is written into one would not be seen in the other any "
+                f"more. Give one of them a copy (.clone()), or make it a view of the other inside "
+                f"of forward."
+            )
+
+
+_Key = TypeVar("_Key", str, tuple[str, str, bool])
+
+
+def _overlaps(tensors: Iterable[tuple[_Key, torch.Tensor]]) -> Iterator[tuple[_Key, _Key]]:
+    """The pairs of tensors of which bytes lie in the same memory."""
+    places: dict[int, list[tuple[int, int, _Key]]] = {}
+    for key, tensor in tensors:
+        if tensor.numel():
+            first = int(tensor.storage_offset()) * tensor.element_size()
+            spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+            end = first + (sum(spans) + 1) * tensor.element_size()
+            places.setdefault(tensor.untyped_storage()._cdata, []).append((first, end, key))
     for members in places.values():
         members.sort()
-        for i, (_, end, kind, fqn, out) in enumerate(members):
-            for start, _, other_kind, other, other_out in members[i + 1 :]:
-                both_buffers = kind == other_kind == "buffer"
+        for i, (_, end, key) in enumerate(members):
+            for start, _, other in members[i + 1 :]:
                 if start >= end:
                     break
-                if both_buffers or (out and other_out):
-                    continue
-                raise UnitError(
-                    f"{kind} {fqn!r} and {other_kind} {other!r} lie in the same memory: a step "
-                    f"that changes one would not change the other any more. Give one of them a "
-                    f"copy (.clone()); to tie parameters, assign one nn.Parameter under both names."
-                )
+                yield key, other
 
 
 def check_buffers(model: nn.Module) -> None:

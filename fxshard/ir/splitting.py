@@ -22,6 +22,7 @@ from fxshard.ir.names import modules_matching, owner_of, unit_of
 from fxshard.ir.placements import check_names, said, shard_dims
 from fxshard.ir.shardable import (
     check_buffers,
+    check_cast_buffers,
     check_kinds,
     check_memory,
     check_printable,
@@ -30,7 +31,7 @@ from fxshard.ir.shardable import (
 from fxshard.ir.tensor_parallel import placed as placed_elsewhere
 from fxshard.ir.unit_choice import grouped, ignored_of, refuse_options, unit_fqns
 from fxshard.ir.unit_options import reshard_by_unit, strategy_by_unit
-from fxshard.ir.units import Param, Unit, with_precision
+from fxshard.ir.units import Param, Unit, buffer_dtypes, with_precision
 
 
 def find_units(
@@ -122,7 +123,8 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
     What a key of ``mixed_precision`` names becomes a unit, as ``fully_shard`` on it would make it.
 
     Raises:
-        UnitError: a pattern matches no module, or a parameter cannot be sharded as asked for.
+        UnitError: a pattern matches no module, a parameter cannot be sharded as asked for, or a
+            buffer that is to be cast lies in the memory of another.
         ConfigError: ``reshard_after_forward`` names a module that is no unit.
     """
     policies = {key: Precision.of(policy) for key, policy in config.precisions.items()}
@@ -156,7 +158,12 @@ def configured_units(model: nn.Module, config: Config) -> tuple[Unit, ...]:
         )
         for unit in units
     )
-    return tuple(with_precision(unit, _one_policy(unit, special, default)) for unit in placed_units)
+    found = tuple(
+        with_precision(unit, _one_policy(unit, special, default)) for unit in placed_units
+    )
+    buffers = dict(model.named_buffers())
+    check_cast_buffers(buffers, buffer_dtypes(found, buffers))
+    return found
 
 
 def placed(model: nn.Module, config: Config, *, experts: bool = True) -> Config:

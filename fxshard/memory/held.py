@@ -69,10 +69,11 @@ def held_ranges(
                 continue
             storage = value.untyped_storage()
             keep.append(storage)
-            if id(storage) not in seen:
-                seen.add(id(storage))
+            cast = category is Category.BUFFER and name in dtypes  # to memory of its own
+            if id(value if cast else storage) not in seen:
+                seen.add(id(value if cast else storage))
                 size = storage.nbytes()
-                if category is Category.BUFFER and name in dtypes:
+                if cast:
                     size = nbytes(tuple(value.shape), dtypes[name])
                 formula, owner = None, owner_of(name)
                 if category is Category.INPUTS:

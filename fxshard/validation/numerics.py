@@ -364,10 +364,12 @@ def cast_state(module: nn.Module, units: tuple[Unit, ...]) -> None:
         for param in unit.params:
             tensor = module.get_parameter(param.fqn)
             tensor.data = tensor.data.to(param.compute_dtype)
-    buffers = dict(module.named_buffers())
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    cast: dict[int, Tensor] = {}
     for name, dtype in buffer_dtypes(units, buffers).items():
         path, _, key = name.rpartition(".")
-        module.get_submodule(path)._buffers[key] = buffers[name].to(dtype)
+        buffer = buffers[name]
+        module.get_submodule(path)._buffers[key] = cast.setdefault(id(buffer), buffer.to(dtype))
 
 
 def as_root(module: nn.Module, units: tuple[Unit, ...]) -> Callable[..., Any]:

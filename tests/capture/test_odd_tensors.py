@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
 from torch.masked import masked_tensor
 from torch.nested import nested_tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -171,6 +172,46 @@ def test_parameters_that_share_memory_are_refused(name: str, device: str) -> Non
         model = build()
     with pytest.raises(UnitError, match=f"{names} lie in the same memory.*clone"):
         fxshard.compile(model, world_size=2)
+
+
+class Sines(nn.Module):
+    """Buffers that are parts of one tensor, and one of them under two names."""
+
+    def __init__(self, overlap: bool) -> None:
+        super().__init__()
+        both = torch.randn(8)
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("cos", both[:4])
+        self.register_buffer("sin", both.view(2, 4) if overlap else both[4:])
+        self.register_buffer("again", self.cos)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cos.mul_(2)
+        return self.lin(x) * self.sin.sum() + self.again
+
+
+WIDE = MixedPrecision(buffer_dtype=torch.float64)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_buffers_that_overlap_are_not_cast(device: str) -> None:
+    with torch.device(device):
+        model = Sines(overlap=True)
+    with pytest.raises(UnitError, match=r"'cos' and 'sin'.*buffer_dtype.*clone"):
+        fxshard.compile(model, world_size=2, mixed_precision=WIDE)
+    with pytest.raises(UnitError, match="buffer_dtype"):
+        fxshard.plan(Sines(overlap=True), (torch.ones(2, 4),), world_size=2, mixed_precision=WIDE)
+
+
+def test_buffers_of_one_tensor_are_cast_to_memory_of_their_own() -> None:
+    found = fxshard.validate(
+        Sines(overlap=False),
+        (torch.ones(2, 4),),
+        world_size=2,
+        numerics=True,
+        mixed_precision=WIDE,
+    )
+    assert found.holds, found.table(only_different=True)
 
 
 def test_an_ignored_parameter_that_is_a_buffer_too_is_refused() -> None:

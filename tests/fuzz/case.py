@@ -415,7 +415,9 @@ def drawn_case(seed: int, processes: bool | None = None) -> Case:
             if trainable(case):
                 other = options_module.of_other_sizes(rng, case)
                 case = other if other == case or trainable(other) else case
-                return options_module.later(rng, options_module.placed(rng, case))
+                case = options_module.later(rng, options_module.placed(rng, case))
+                other = options_module.in_fsdp1s_precision(rng, case)
+                return other if other == case or trainable(other) else case
     raise AssertionError(f"no program for seed {seed}")
 
 

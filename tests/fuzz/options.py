@@ -73,6 +73,16 @@ LATER: dict[str, tuple[float, tuple[str, ...]]] = {
     "ranks_may_differ": (0.04, ("True",)),
     "hardware": (0.1, ("'a100'", "'b200'")),
 }
+# FSDP1's policy, drawn last; batch norms are not kept out of it, as its default would.
+FSDP1 = (
+    "param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16",
+    "param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32",
+    "param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, cast_forward_inputs=True",
+    "param_dtype=torch.bfloat16, cast_root_forward_inputs=False",
+    "buffer_dtype=torch.bfloat16",
+    "buffer_dtype=torch.float64",
+    "param_dtype=torch.float64, buffer_dtype=torch.float64",
+)
 PLACEMENTS = (
     "lambda param: Shard(param.ndim - 1) if param.ndim else None",
     "lambda param: Shard(1) if param.ndim == 2 else None",
@@ -172,3 +182,13 @@ def later(rng: random.Random, case: Case) -> Case:
     """`case` with the options of `LATER` that are drawn."""
     added = [(name, rng.choice(values)) for name, (p, values) in LATER.items() if rng.random() < p]
     return dataclasses.replace(case, options=(*case.options, *added))
+
+
+def in_fsdp1s_precision(rng: random.Random, case: Case) -> Case:
+    """At times `case` with a policy of FSDP1's, where it has none."""
+    named = dict(case.options)
+    if rng.random() > 0.05 or "mixed_precision" in named or "ignored" in named:
+        return case
+    policy = f"MixedPrecision({rng.choice(FSDP1)}, _module_classes_to_ignore=())"
+    named |= {"mixed_precision": policy, "units": repr(list(case.units))}
+    return dataclasses.replace(case, options=tuple(named.items()))

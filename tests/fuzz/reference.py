@@ -41,18 +41,33 @@ MORE = 16
 
 
 class Replica:
-    """A rank's model in eager, cast as FSDP2 casts under a mixed precision policy."""
+    """A rank's model in eager, cast as FSDP2 casts under a mixed precision policy.
+
+    Under a ``MixedPrecision``, as FSDP1 does: the root's inputs may be cast where those of other
+    units are not, and buffers are.
+    """
 
     def __init__(self, model: nn.Module, case: Case, policy: Any) -> None:
         self.model = model
         self.policy = policy
+        self.stored: list[tuple[Tensor, torch.dtype]] = []
         if policy is not None:
+            inputs = policy.cast_forward_inputs
             for name in ("", *case.units):
                 module = model.get_submodule(name)
-                if policy.param_dtype is not None and policy.cast_forward_inputs:
+                casts = inputs if name else getattr(policy, "cast_root_forward_inputs", inputs)
+                if policy.param_dtype is not None and casts:
                     module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
-                if policy.output_dtype is not None:
+                if getattr(policy, "output_dtype", None) is not None:
                     module.register_forward_hook(self._cast_outputs)
+            self.buffers_in(getattr(policy, "buffer_dtype", None))
+
+    def buffers_in(self, dtype: torch.dtype | None) -> None:
+        """Cast the floating buffers to a dtype, None for as they are; remembers what they were."""
+        floating = [b for b in self.model.buffers() if b.is_floating_point() and dtype]
+        self.stored = [(b, b.dtype) for b in floating]
+        for b in floating:
+            b.data = b.data.to(dtype)
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast((args, kwargs), self.policy.param_dtype)
@@ -167,6 +182,8 @@ def run(case: Case, exact: bool = False, nudge: int | None = None) -> list[Seen]
             torch.manual_seed(seed_of(rank, case.steps, 0))
             if options.get("full_precision_in_eval"):
                 replica.policy = None
+                for buffer, dtype in replica.stored:
+                    buffer.data = buffer.data.to(dtype)
                 for module in replica.model.modules():
                     module._forward_pre_hooks.clear()
                     module._forward_hooks.clear()
