@@ -78,11 +78,17 @@ class Replica:
     def __call__(self, **batch: Any) -> Any:
         if self.policy is None or self.policy.param_dtype is None:
             return self.model(**batch)
+        cast: dict[int, Tensor] = {}
         params = {
-            name: p.to(self.policy.param_dtype) if p.is_floating_point() else p
-            for name, p in self.model.named_parameters()
+            f"{path}.{name}".lstrip("."): cast.setdefault(
+                id(p), p.to(self.policy.param_dtype) if p.is_floating_point() else p
+            )
+            for path, module in self.model.named_modules()
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
         }
-        return torch.func.functional_call(self.model, params, (), batch)
+        # With names of tied weights, it leaves others in a module that has two names.
+        call = torch.func.functional_call
+        return call(self.model, params, (), batch, tie_weights=False)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -487,7 +487,9 @@ def test_golden(case: str) -> None:
         assert bool(zeros) == (step.name == "join-ranks") and not any(
             map(torch.any, zeros.values())
         )
-        in_order = step.name != "chunk-loss"  # which adds up in another
+        # chunk-loss adds up in another order; cut-rows leaves rows of zeros out of the sums of a
+        # product, which a BLAS may then add in another (one with AMX does, one with AVX2 does not)
+        in_order = step.name not in ("chunk-loss", "cut-rows")
         graphs.assert_same(ours, numbers, exact=in_order, dtypes=False)
         ours = graphs.run(program, values, apart=True)
         ours = {key: value for key, value in ours.items() if key not in zeros}
