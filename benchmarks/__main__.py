@@ -15,8 +15,8 @@ from benchmarks import page
 from benchmarks.figures import ROOT
 
 SCRIPTS = (
-    *("step_time", "peak_bytes", "first_step", "overhead", "passes"),
-    *("scale", "plan_405b"),
+    *("step_time", "peak_bytes", "first_step", "limit", "overhead"),
+    *("passes", "scale", "plan_405b"),
 )
 
 

@@ -41,7 +41,7 @@ from benchmarks.points import peak
 from benchmarks.published_steps.llama import Shape
 from benchmarks.ranks import on_ranks
 from benchmarks.sides import Setting, Training
-from benchmarks.step_time import PHASES, Times, alternating
+from benchmarks.step_time import alternating, slowest
 
 RANKS = 4
 TARGETS = {"step": 0.85, "peak": 0.90}
@@ -175,12 +175,6 @@ def row_of(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "peak": round(peaks["fxshard"] / peaks["fsdp2"], 4),
         },
     }
-
-
-def slowest(ranks: list[Times], side: str) -> list[float]:
-    """Seconds of each step of a side."""
-    every = zip(*(rank[side] for rank in ranks), strict=True)
-    return [max(sum(step[phase] for phase in PHASES) for step in steps) for steps in every]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks import first_step, overhead, passes, peak_bytes, plan_405b, scale, step_time
+from benchmarks import first_step, limit, overhead, passes, peak_bytes, plan_405b, scale, step_time
 from benchmarks.figures import RESULTS, ROOT
 from benchmarks.sides import TITLES
 
@@ -100,6 +100,25 @@ def first_step_section(result: Result) -> str:
     return table(rows)
 
 
+def limit_section(result: Result) -> str:
+    """Table of benchmarks/limit.py: where the time of a step goes, and both ratios."""
+    rows = []
+    for model in result["models"]:
+        step = model["milliseconds"]["step"]["median"]
+        rows.append(
+            {
+                "model": model["title"],
+                "step, ms": f"{step:.1f}",
+                **{name: f"{each / step:.1%}" for name, each in model["waterfall"].items()},
+                "collectives alone": f"{model['milliseconds']['collectives']['median'] / step:.1%}",
+                "step / limit": f"{model['ratios']['step']:.3f}",
+                "peak, MiB": f"{model['bytes']['peak'] / MIB:.2f}",
+                "peak / least": f"{model['ratios']['peak']:.3f}",
+            }
+        )
+    return table(rows)
+
+
 def overhead_section(result: Result) -> str:
     """Tables of benchmarks/overhead.py."""
     planned = [
@@ -180,6 +199,7 @@ SECTIONS: tuple[tuple[str, Any, Callable[[Result], str]], ...] = (
     ("Step time", step_time, step_time_section),
     ("Peak bytes", peak_bytes, peak_bytes_section),
     ("Time to the first step", first_step, first_step_section),
+    ("Distance to the limit", limit, limit_section),
     ("Own overhead", overhead, overhead_section),
     ("What each pass wins", passes, passes_section),
     ("Scale", scale, scale_section),

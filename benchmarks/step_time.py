@@ -19,7 +19,7 @@ import io
 import pstats
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,12 @@ def merged(ranks: list[Times]) -> Times:
             row["cpu"] = sum(step["cpu"] for step in steps)
             found[side].append(row)
     return found
+
+
+def slowest(ranks: Sequence[Times], side: str, phases: Sequence[str] = PHASES) -> list[float]:
+    """Seconds of each step of a side, or of some of its phases: of the slowest rank."""
+    every = zip(*(rank[side] for rank in ranks), strict=True)
+    return [max(sum(step[phase] for phase in phases) for step in steps) for steps in every]
 
 
 def summary(name: str, times: Times) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import fxshard
 from benchmarks import (
     chunk_loss,
     figures,
@@ -16,6 +18,7 @@ from benchmarks import (
     front,
     hardware_choice,
     joint_choice,
+    limit,
     mesh_step_time,
     offload_activations,
     overhead,
@@ -237,7 +240,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overhead, "DEPTH", 4)
         patch.setitem(EVERY, "smoke", llama("smoke", dim=64, depth=1, vocab=128, batch=1, seq=16))
-        scripts = (step_time, peak_bytes, first_step, overhead, passes, scale, plan_405b)
+        scripts = (step_time, peak_bytes, first_step, limit, overhead, passes, scale, plan_405b)
         for script in (*scripts, chunk_loss, offload_activations, joint_choice, hardware_choice):
             name = script.__name__.rpartition(".")[2]
             assert script.main(["--smoke", "--out", str(folder / f"{name}.json")]) == 0
@@ -294,6 +297,24 @@ def test_first_step_smoke(results: Path) -> None:
     assert case["side"] == "fxshard"
     assert case["cold"].keys() == {"first_seconds", "cpu_seconds", "second_seconds"}
     assert min(case["cold"].values()) > 0
+
+
+def test_the_least_bytes_by_hand() -> None:
+    # In backward mm makes the gradient, 64 bytes, of the input and the output's gradient, 32 each;
+    # the output is the caller's, 32, and half of the weight stays, 32.
+    plan = fxshard.plan(nn.Linear(4, 4, bias=False), (torch.ones(2, 4),), world_size=2)
+    assert limit.least_bytes(plan) == 64 + 3 * 32 + 32
+    assert plan.memory.peak_bytes == 64 + 3 * 32 + 2 * 32  # and the shard that is received
+
+
+@pytest.mark.slow
+def test_limit_smoke(results: Path) -> None:
+    (row,) = read(results, "limit")["models"]
+    assert sum(row["waterfall"].values()) == pytest.approx(
+        row["milliseconds"]["step"]["median"], abs=0.1
+    )
+    assert row["bytes"]["collectives"] > 0
+    assert row["ratios"]["peak"] >= 1 and row["ratios"]["step"] > 0
 
 
 @pytest.mark.slow
@@ -398,4 +419,6 @@ def test_the_page_has_every_script_and_names_what_is_missing(results: Path, tmp_
         assert f"\n## {title}\n" in text
         assert f"python -m {script.__name__}" in text
     assert "No result yet" not in text
-    assert page.page(tmp_path).count("No result yet: run `python -m benchmarks.") == 7
+    assert page.page(tmp_path).count("No result yet: run `python -m benchmarks.") == len(
+        page.SECTIONS
+    )
