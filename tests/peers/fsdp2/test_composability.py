@@ -1,4 +1,4 @@
-"""test_2d_composability.py: FSDP2, and FSDP1, beside tensor parallelism."""
+"""test_2d_composability.py and test_pp_composability.py: FSDP beside other parallelism."""
 
 import copy
 from typing import Any
@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -242,3 +243,78 @@ def states(rank: int, world_size: int, how: str, widths: tuple[int, ...]) -> Non
 @pytest.mark.sample(1)
 def test_states_on_two_dimensions(ranks: Any, how: str, widths: tuple[int, ...]) -> None:
     ranks(4).run(states, how, widths)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), MLP(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def pipelined(rank: int, world_size: int, name: str, precision: torch.dtype) -> None:
+    """Eight layers on stages, each over two ranks of tensor parallelism and two of FSDP."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    kind: Any = getattr(schedules, name)
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    first, last = (mesh.get_local_rank("pp") == each for each in (0, 1))
+    count = 2 if single else 4
+    ref = made(lambda: nn.Sequential(*(Residual() for _ in range(8))))
+    plan = {"*.mlp.in_proj": ColwiseParallel(), "*.mlp.out_proj": RowwiseParallel()}
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    options = {"mesh": mesh["dp"], "mp_policy": policy}
+    parts, stages = [], []
+    for index in range(mesh.get_local_rank("pp"), count, 2):
+        own = ref[index * 8 // count : (index + 1) * 8 // count]
+        part: Any = parallelize_module(copy.deepcopy(own), mesh["tp"], plan)
+        for block in part:
+            fxshard.fully_shard(block, **options, reshard_after_forward=False)
+        fxshard.fully_shard(part, **options, pipeline_stage=True)
+        group = mesh.get_group("pp")
+        stages.append(PipelineStage(part, index, count, torch.device("cpu"), group=group))
+        parts.append((part, own))
+    runs = kind(
+        stages[0] if single else stages,
+        n_microbatches=8,
+        loss_fn=lambda y, target: y.float().sum(),
+        scale_grads=False,
+    )
+    pairs = [
+        each
+        for part, own in parts
+        for each in zip(part.parameters(), own.parameters(), strict=True)
+    ]
+    both = adam(nn.ModuleList(part for part, _ in parts)), adam(ref)
+    torch.manual_seed(mesh.get_local_rank("dp"))
+    for step in range(5):
+        x = torch.randn(8, 8)
+        losses: list[Tensor] = []
+        runs.step(*([x] if first else []), **({"target": x, "losses": losses} if last else {}))
+        loss = ref(x).sum()
+        loss.backward()
+        average_grads(ref, mesh.get_group("dp"))
+        found = [(mine.grad.full_tensor(), theirs.grad) for mine, theirs in pairs]
+        found += [(sum(losses), loss)] if last else []
+        for mine, theirs in found:
+            if precision == torch.float32:
+                assert_close(mine, theirs)
+            elif step == 0:  # then steps go other ways: Adam's are as large as gradients are small
+                assert (mine - theirs).norm() <= 0.1 * theirs.norm()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+SCHEDULES = (
+    *("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS"),
+    "ScheduleInterleavedZeroBubble",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+def test_pipelines_of_three_dimensions(ranks: Any, schedule: str, precision: torch.dtype) -> None:
+    ranks(8).run(pipelined, schedule, precision)
