@@ -75,20 +75,20 @@ in torch 2.13 as installed, the pull request is open, or says that it is an expe
 and none of the store's forks, which have other files soon after main has them, holds it (of these
 files two hold `_make_fx`).
 
-- **Of pull requests**: `_block_shard` (a placement `BlockShard`), `_chunk_cat` (its
-  operator is tested in `test_fully_shard_comm.py`), `_conversion` (with `grad_dtype` of pull
-  request 194434), `_copy_engine` (176586; merged was 176613, `set_symm_mem_for_comm`), `_grad`
-  (a class `FSDPGrad`), `_offload_selector` (188120: offload of some parameters), `_prefix_copy`
-  (197204, an operator), `_stream_utils` (streams of CUDA), `_unsharded_views`, `_training_compile`,
-  `_make_fx` (176749); the classes `TestFSDPDivergentRanks` of `_training` (174862; ranks that use other
-  parameters are `ranks_may_differ=True`: tests/runtime/test_ranks_may_differ.py) and
+- **Of pull requests**: `_block_shard` (a placement `BlockShard`), `_chunk_cat` (its operator is
+  tested in `test_fully_shard_comm.py`), `_conversion` (with `grad_dtype` of 194434),
+  `_copy_engine` (176586; merged was 176613, `set_symm_mem_for_comm`), `_grad` (a class
+  `FSDPGrad`), `_make_fx` (176749), `_offload_selector` (188120: offload of some parameters),
+  `_prefix_copy` (197204, an operator), `_stream_utils` (streams of CUDA), `_training_compile`,
+  `_unsharded_views`; the classes `TestFSDPDivergentRanks` of `_training` (174862; where ranks use
+  other parameters, `ranks_may_differ=True`: tests/runtime/test_ranks_may_differ.py) and
   `TestFullyShardAllReduceBufferWindow` of `_memory` (183617).
 - **Of the first months of 2024**, before the files had the names of today: `_2d`, `_collectives`,
   `_compose`, `_debug`, `_fuse` (a method `fuse_comm_groups` that never came), `_grad_acc`,
   `_shared_params`. Their methods are in `_training`, `_comm`, `_mixed_precision` and `_init`.
 - **Of other functions than `fully_shard`**: `test_replicate*.py` (`replicate`),
   `test_checkpoint.py` (composable `checkpoint`), `test_contract.py` (a decorator of torch's).
-- **Of FSDP1's former `fully_shard`**, which releases since 2.11 do not have:
+- **Of FSDP1's former `fully_shard`**, which torch 2.13 does not have:
   `_composable/fully_shard/`, `test_compose.py`, `test_fully_shard.py`, `test_compiler.py`; and of
   `test_composability/` the files that became the two with rows.
 """,
