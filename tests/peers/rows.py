@@ -82,8 +82,9 @@ files two hold `_make_fx`).
   `_prefix_copy` (197204, an operator), `_stream_utils` (streams of CUDA), `_training_compile`,
   `_unsharded_views`; the class `TestFSDPDivergentRanks` of `_training` and two methods of
   `_dtensor` (174862; where ranks use other parameters, `ranks_may_differ=True`:
-  tests/runtime/test_ranks_may_differ.py), `TestFullyShardAllReduceBufferWindow` of `_memory` (183617), and what 197204 and 197701 add to
-  `_extensions` and `_training` for `Shard(1)` and for classes that lay out what is gathered.
+  tests/runtime/test_ranks_may_differ.py), `TestFullyShardAllReduceBufferWindow` of `_memory`
+  (183617), and what 197204 and 197701 add to `_extensions` and `_training` for `Shard(1)` and
+  for classes that lay out what is gathered.
 - **Of the first months of 2024**, before the files had the names of today: `_2d`, `_collectives`,
   `_compose`, `_debug`, `_fuse` (a method `fuse_comm_groups` that never came), `_grad_acc`,
   `_shared_params`. Their methods are in `_training`, `_comm`, `_mixed_precision` and `_init`.
