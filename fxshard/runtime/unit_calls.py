@@ -31,6 +31,7 @@ class UnitCall:
         reshard_after_forward: None: False for the root, True for any other module. A group of 1
             rank is False.
         ignored_params: those that are parameters of its modules.
+        shard_placement_fn: until `with_placements` has asked it.
         placements: see `with_placements`.
         together: the same object for all modules of the call.
     """
@@ -106,7 +107,10 @@ class UnitCall:
         params: dict[tuple[str, ...], nn.Parameter] = {
             (fqn,): param for fqn, param in module.named_parameters() if id(param) not in left_out
         }
-        return dataclasses.replace(self, placements=said(self.shard_placement_fn, params))
+        placements = said(self.shard_placement_fn, params)
+        # The function is not kept: it often knows parameters, which are whole before they are
+        # sharded, by a set of them.
+        return dataclasses.replace(self, placements=placements, shard_placement_fn=None)
 
 
 def outermost(modules: Sequence[Any]) -> list[Any]:

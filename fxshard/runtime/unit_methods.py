@@ -25,7 +25,7 @@ _REFUSED = {
     "set_custom_reduce_scatter": "use register_comm_hook(state, hook) of the model",
     "set_allocate_memory_from_process_group_for_comm": "it changes no number: leave it out",
     "set_symm_mem_for_comm": "it changes no number: leave it out",
-    # Since torch 2.15, and the last two after it:
+    # Since torch 2.15, and the last four after it:
     "set_keep_unsharded_storage": "it is for CUDA graphs, and none are captured: leave it out",
     "set_manual_backward_finalization": "each backward ends its own reductions: leave it out, and "
     "finalize_backward too; to reduce after several backwards, run all but the last forward and "
@@ -35,6 +35,8 @@ _REFUSED = {
     "set_requires_gradient_sync(True): it reduces the sums of the ones before",
     "get_pending_gradients": "what no_sync() accumulates is no attribute of the parameters; the "
     "first backward outside of it adds and reduces it, into .grad",
+    "set_all_gather_layout": "where copies out of it lie is the program's: leave it out",
+    "set_reduce_scatter_input_fn": "where copies into it lie is the program's: leave it out",
     "set_separate_reduce_scatter_group": "call it on the model: it is for all units at once",
     "reset_iter_state": "call it on the model",
 }

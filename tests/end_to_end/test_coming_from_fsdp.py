@@ -56,7 +56,7 @@ SOME_VERSIONS = {
     "set_keep_unsharded_storage",
     "synchronize_gradients",
     "set_manual_backward_finalization",
-}
+} | {"set_all_gather_layout", "set_reduce_scatter_input_fn"}  # after it
 
 
 def arguments(function: Callable[..., Any]) -> set[str]:

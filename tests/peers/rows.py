@@ -23,7 +23,8 @@ PAGE = ROOT / "docs" / "peer-tests.md"
 COLUMNS = ("file", "method", "verdict", "by", "torch")
 VERDICTS = ("same", "refused", "not applicable", "missing")
 SUITES = {  # folder -> heading
-    "fsdp2": "FSDP2: `fully_shard`, torch's `test/distributed/_composable/fsdp/`",
+    "fsdp2": "FSDP2: `fully_shard`, torch's `test/distributed/_composable/fsdp/` and "
+    "`test_composability/`",
     "fsdp1": "FSDP1: `FullyShardedDataParallel`, torch's `test/distributed/fsdp/`",
 }
 
@@ -64,6 +65,47 @@ that need CUDA or import FSDP2's inside, the second half of the file about commu
 hybrid cases of extensions and of placements beside tensor parallelism: only their rows below speak
 of these.
 """
+
+WITHOUT_ROWS = {  # by suite: the files of torch's folders that have none
+    "fsdp2": """### Files without rows
+
+Looked at on 2026-11-26 in a store of PyTorch's history, which has the branches of pull requests
+too. What only those have is in no release of 2.11 to 2.15, by three signs: what it imports is not
+in torch 2.13 as installed, the pull request is open, or says that it is an experiment or replaced,
+and none of the store's forks, which have other files soon after main has them, holds it (of these
+files two hold `_make_fx`).
+
+- **Of pull requests**: `_block_shard` (a placement `BlockShard`), `_chunk_cat` (its operator is
+  tested in `test_fully_shard_comm.py`), `_conversion` (with `grad_dtype` of 194434),
+  `_copy_engine` (176586; merged was 176613, `set_symm_mem_for_comm`), `_grad` (a class
+  `FSDPGrad`), `_make_fx` (176749), `_offload_selector` (188120: offload of some parameters),
+  `_prefix_copy` (197204, an operator), `_stream_utils` (streams of CUDA), `_training_compile`,
+  `_unsharded_views`; the class `TestFSDPDivergentRanks` of `_training` and two methods of
+  `_dtensor` (174862; where ranks use other parameters, `ranks_may_differ=True`:
+  tests/runtime/test_ranks_may_differ.py), `TestFullyShardAllReduceBufferWindow` of `_memory`
+  (183617), and what 197204 and 197701 add to `_extensions` and `_training` for `Shard(1)` and
+  for classes that lay out what is gathered.
+- **Of the first months of 2024**, before the files had the names of today: `_2d`, `_collectives`,
+  `_compose`, `_debug`, `_fuse` (a method `fuse_comm_groups` that never came), `_grad_acc`,
+  `_shared_params`. Their methods are in `_training`, `_comm`, `_mixed_precision` and `_init`.
+- **Of other functions than `fully_shard`**: `test_replicate*.py` (`replicate`),
+  `test_checkpoint.py` (composable `checkpoint`), `test_contract.py` (a decorator of torch's).
+- **Of FSDP1's former `fully_shard`**, which torch 2.13 does not have:
+  `_composable/fully_shard/`, `test_compose.py`, `test_fully_shard.py`, `test_compiler.py`; and of
+  `test_composability/` the files that became the two with rows.
+""",
+    "fsdp1": """### Files without rows
+
+Looked at as those of FSDP2. Of FSDP1's first year, taken out or named otherwise since:
+`test_fsdp.py`, `test_fsdp_no_sync.py`, `test_flatten_params_wrapper.py`, `test_ssd_offload.py`,
+`test_reduce_scatter_bucketer.py`, `test_fsdp_summon_full_params.py` (now `_unshard_params`), and
+the three of an order of parameters, `test_fsdp_*exec_order_policy.py` and `*_wrap.py`. Of pull
+requests: `test_composable_fsdp.py`, `test_flat_param_handle.py`, `test_fsdp_2d.py`,
+`test_fsdp_tp.py`, `test_fsdp_checkpoint_dtensor.py`, `test_fsdp_param_mutation.py`,
+`test_fsdp_prefix_set.py`, `test_hsdp_sync_module_states.py`, `test_shared_param_utils.py`,
+`test_spmd_types.py`.
+""",
+}
 
 
 @dataclass(frozen=True)
@@ -122,6 +164,7 @@ def page(rows: Iterable[Row]) -> str:
             run = read_as_they_are() if suite == "fsdp2" else []
             parts += [f"\n## {heading}\n", _counts(files), *_as_they_are(run)]
             parts += [_methods(file, chosen, run) for file, chosen in files.items()]
+            parts += [WITHOUT_ROWS[suite]]
     return "\n".join(parts)
 
 

@@ -151,12 +151,14 @@ def test_each_module_is_an_fsdp_module_of_which_nothing_of_torch_runs(ranks: Any
     ranks(2).run(classes)
 
 
-NEWER = {  # FSDP2's names of torch 2.15, and a part of what to do instead
+NEWER = {  # FSDP2's names of torch 2.15 and later ones, and a part of what to do instead
     "set_keep_unsharded_storage": "leave it out",
     "set_manual_backward_finalization": "leave it out, and finalize_backward too",
     "finalize_backward": "leave it out",
     "synchronize_gradients": r"outside of no_sync\(\)",
     "get_pending_gradients": r"into \.grad",
+    "set_all_gather_layout": "leave it out",
+    "set_reduce_scatter_input_fn": "leave it out",
 }
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxshard
@@ -255,11 +256,21 @@ def test_steps_leave_nothing_for_the_garbage_collector(ranks: Any) -> None:
         assert left[1:] == left[:1] * 10, left
 
 
-def deleted(rank: int, world_size: int) -> None:
-    """Sharding frees what was whole, and no shard outlives the model."""
+def deleted(rank: int, world_size: int, how: str) -> None:
+    """Sharding frees what was whole, though the function knows it; no shard outlives the model."""
     model = made(lambda: Transformer(Args(tied=False)))
     whole = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
-    shard(model)
+    known = frozenset(model.layers.parameters())
+    options = {
+        "shard_placement_fn": lambda param, known=known: Shard(0) if param in known else None
+    }
+    del known
+    if how == "fully_shard":
+        shard(model, **options)
+    else:
+        mesh = init_device_mesh("cpu", (world_size,))
+        model = fxshard.compile(model, mesh=mesh, units=["layers.*"], **options)
+    options.clear()
     assert all(each.expired() for each in whole)
     shards = [StorageWeakRef(param.to_local().untyped_storage()) for param in model.parameters()]
     assert not any(each.expired() for each in shards)
@@ -268,5 +279,6 @@ def deleted(rank: int, world_size: int) -> None:
     assert all(each.expired() for each in shards)
 
 
-def test_a_model_that_is_deleted_leaves_no_shard(ranks: Any) -> None:
-    ranks(2).run(deleted)
+@pytest.mark.parametrize("how", ["fully_shard", "compile"])
+def test_a_model_that_is_deleted_leaves_no_shard(ranks: Any, how: str) -> None:
+    ranks(2).run(deleted, how)
