@@ -6,7 +6,7 @@ Two operators on different streams need an order in these cases, and in no other
 - one gets memory that the other has used: a launch that writes a fresh buffer, and every kernel of
   the compute stream (it may allocate a result, or temporary memory), come after all that ever
   touched a storage that is freed by then, and after such kernels;
-- a phase begins or ends: the first launches come after what the caller did before (an optimizer
+- a phase begins or ends (of a whole step, the two are one): the first launches come after what the caller did before (an optimizer
   wrote shards, a loss used memory), and the caller continues after what the other streams did.
 
 The second is CUDA's caching allocator's (c10/cuda/CUDACachingAllocator.cpp): a block belongs to the
@@ -95,7 +95,8 @@ def steps(program: Program) -> Iterator[Step]:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        if before is None or tags.get(node).phase != tags.get(before).phase:
+        begins = not program.whole and tags.get(node).phase != tags.get(before or node).phase
+        if before is None or begins:
             if before is not None:
                 yield walker.end(before)
             yield walker.entry(node)
