@@ -68,6 +68,7 @@ from fxshard.runtime.taken_over import require_unsharded, taken_over
 from fxshard.runtime.unit_calls import UnitCall, options_of, outermost
 from fxshard.runtime.whole_step import (
     CompiledStep,
+    one_optimizer,
     require_no_ignored,
     step_config,
     step_of_sharded,
@@ -289,7 +290,8 @@ def _compiled(
 def compile_step(
     model: Any,
     loss: Callable[[Any, Any], torch.Tensor] | None,
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    /,
     *,
     max_norm: float | None = None,
     world_size: int | tuple[int, int] | None = None,
@@ -317,7 +319,8 @@ def compile_step(
             returns a scalar tensor. None: the model returns the loss, and gets all arguments.
         optimizer: a `torch.optim.Optimizer` over the parameters of `model`, sharded or not: it
             stays the user's object, and gets the sharded ones, with the rows of its state. Or a
-            callable, as for the option ``optimizer``. Its class steps each element on its own.
+            callable, as for the option ``optimizer``, which may be given by keyword too. Its class
+            steps each element on its own.
         max_norm: gradients are scaled so that the 2-norm of all of them is at most this; None: they
             are not, and each unit is stepped in backward, as soon as its gradients are reduced.
         world_size, mesh, process_group: as for `compile`.
@@ -338,6 +341,7 @@ def compile_step(
     """
     check_progress(progress)
     whole = whole_of(loss, max_norm)
+    optimizer = one_optimizer(optimizer, options.pop("optimizer", None))
     call = None if args is None and kwargs is None else example(args or (), kwargs)
     with task("compiling", shown=progress):
         if isinstance(model, FxshardModule):

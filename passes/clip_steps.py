@@ -1,4 +1,4 @@
-"""clip-steps: gradients of a whole step are clipped by their norm, which the last bucket completes."""
+"""clip-steps: a whole step is clipped by the norm of all gradients."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class UsersOptimizer:
         if not isinstance(self.given, Optimizer):
             made: Callable[..., Any] = self.given
             return made
-        on_rows = isinstance(self.given, OnShards)
-        kind: Any = type(self.given._runner) if on_rows else type(self.given)
+        given: Any = self.given
+        kind: Any = type(given._runner) if isinstance(given, OnShards) else type(given)
         names = self.groups
         groups = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}

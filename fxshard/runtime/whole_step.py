@@ -276,6 +276,21 @@ def whole_of(loss: Any, max_norm: Any) -> Whole:
     return Whole(loss, None if max_norm is None else float(max_norm))
 
 
+def one_optimizer(given: Any, option: Any) -> Any:
+    """The optimizer, which is given by position or by keyword.
+
+    Raises:
+        ConfigError: it is given by both, or by neither.
+    """
+    if (given is None) == (option is None):
+        how = "was given twice" if given is not None else "is missing"
+        raise ConfigError(
+            f"{ASKED}: the optimizer {how}. Give one: {ASKED}(model, loss_fn, "
+            f"torch.optim.AdamW(model.parameters()))."
+        )
+    return option if given is None else given
+
+
 def step_of_sharded(
     model: FxshardModule, whole: Whole, optimizer: Any, call: Any, given: dict[str, Any]
 ) -> CompiledStep:

@@ -1,8 +1,8 @@
 """One check per Fact. A check raises VerifyError with the node at fault, or returns.
 
 The files: `applies` (when a Fact must hold), `structure` (edges, tags, units, launches),
-`buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `clipped`, `offloads`, `storages`, `streams`,
-`joined` and `schedules`.
+`buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `clipped`, `offloads`, `storages`,
+`streams`, `joined` and `schedules`.
 `walk` has what several of them look for in a graph.
 """
 

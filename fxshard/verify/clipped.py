@@ -36,9 +36,7 @@ def clipped(program: Program) -> None:
         return
     scale = cast("fx.Node", scales[0])
     norm = _is_the_scale(program, scale)
-    returned = [
-        v for v, r in zip(program.values, program.results, strict=True) if r.kind == "norm"
-    ]
+    returned = [v for v, r in zip(program.values, program.results, strict=True) if r.kind == "norm"]
     if returned != [norm]:
         fail(program, FACT, norm, f"%{norm.name} scales the steps, and is not returned.")
     _is_of_all(program, norm)

@@ -6,8 +6,9 @@ Two operators on different streams need an order in these cases, and in no other
 - one gets memory that the other has used: a launch that writes a fresh buffer, and every kernel of
   the compute stream (it may allocate a result, or temporary memory), come after all that ever
   touched a storage that is freed by then, and after such kernels;
-- a phase begins or ends (of a whole step, the two are one): the first launches come after what the caller did before (an optimizer
-  wrote shards, a loss used memory), and the caller continues after what the other streams did.
+- a phase begins or ends: the first launches come after what the caller did before (an optimizer
+  wrote shards, a loss used memory), and the caller continues after what the other streams did. Of a
+  whole step, both phases are one.
 
 The second is CUDA's caching allocator's (c10/cuda/CUDACachingAllocator.cpp): a block belongs to the
 stream that was current when it was allocated. When it is freed it goes back at once to the free

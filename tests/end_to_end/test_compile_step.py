@@ -19,8 +19,8 @@ from tests.end_to_end.compile_step_cases import (
     assert_same,
     batch,
     fsdp2,
-    loss_fn,
     looped,
+    loss_fn,
     net,
     stepped,
 )

@@ -67,7 +67,8 @@ class InProcessWorld:
         Args:
             graph: the outer graph of one phase.
             regions: a function per region name; takes (and clears) a list of arguments.
-                "step", "grad_norms", "keep" and "kept" are the functions that operators of these names call.
+                "step", "grad_norms", "keep" and "kept" are the functions that operators of these
+                names call.
             random: names of the regions that draw random numbers.
             args: per rank, the values of the placeholders.
 
