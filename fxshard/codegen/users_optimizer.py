@@ -39,7 +39,7 @@ class UsersOptimizer:
             named: all parameters of the model, by FQN, sharded or not.
 
         Raises:
-            ConfigError: it has other parameters, lacks some, runs hooks around its step, or its
+            ConfigError: it has other parameters, lacks some, runs hooks before its step, or its
                 class needs full parameters.
         """
         made = optimizer
@@ -51,7 +51,7 @@ class UsersOptimizer:
             made = make_optimizer(optimizer, like, list(named))
             named = dict(zip(named, like, strict=True))
         require_by_element(made, ASKED)
-        _refuse_hooks(made)
+        refuse_pre_hooks(made)
         names = {id(param): fqn for fqn, param in named.items()}
         for group in made.param_groups:
             for param in group["params"]:
@@ -119,11 +119,15 @@ class UsersOptimizer:
         return on_shards(optimizer, in_backward=True)
 
 
-def _refuse_hooks(optimizer: Optimizer) -> None:
+def refuse_pre_hooks(optimizer: Optimizer) -> None:
+    """Raise ConfigError if hooks run before a step: a program steps unit by unit.
+
+    Those after a step run when all units are stepped.
+    """
     for name, hooks in vars(optimizer).items():
-        if name.startswith("_optimizer_step_") and hooks:
+        if name.startswith("_optimizer_step_pre") and hooks:
             raise ConfigError(
-                f"{ASKED}: the {type(optimizer).__name__} has hooks around its step "
-                f"({name.strip('_')}), which a program that steps unit by unit has no place for. "
-                f"Remove them, or train by a loop."
+                f"{ASKED}: the {type(optimizer).__name__} has hooks before its step "
+                f"({name.strip('_')}), and a program steps units as their gradients are reduced. "
+                f"Remove them, or train by a loop; a hook after the step is fine."
             )

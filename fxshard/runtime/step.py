@@ -482,7 +482,8 @@ def undone_or_refused(call: Call) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ended = f"backward ended with an exception ({type(error).__name__})"
+        what = "a step" if program.whole else "backward"
+        ended = f"{what} ended with an exception ({type(error).__name__})"
         found = [(sums, fqn, [(ref(), v) for ref, v in refs]) for sums, fqn, refs in before]
         left = [pair for *_, pairs in found for pair in pairs]
         if all(t is not None and autograd.version(t) == v for t, v in left):
@@ -500,7 +501,8 @@ def undone_or_refused(call: Call) -> Iterator[None]:
             runtime.refuse_until_written(
                 "stepped",
                 f"{ended} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
-                f"(optimizer_in_backward=True): load the last checkpoint.",
+                f"({'compile_step' if program.whole else 'optimizer_in_backward=True'}): load the "
+                f"last checkpoint.",
                 [("shard", fqn) for fqn in transfers.stepped(program)],
             )
         raise

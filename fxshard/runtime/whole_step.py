@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxshard._torch import modules, trees
 from fxshard.capture import attributes, refusals
 from fxshard.codegen.optimizer import OnShards
-from fxshard.codegen.users_optimizer import UsersOptimizer
+from fxshard.codegen.users_optimizer import UsersOptimizer, refuse_pre_hooks
 from fxshard.config.checked import Config
 from fxshard.config.environment import notice
 from fxshard.errors import ConfigError, FxshardError, StepError
@@ -98,6 +98,7 @@ class CompiledStep:
 
         Raises:
             StepError: the model is in a state in which a program cannot step it.
+            ConfigError: the optimizer has got hooks before its step.
             CaptureError: the model cannot be traced, or its loss is no scalar tensor.
             RankMismatchError: ranks do different things.
         """
@@ -116,7 +117,7 @@ class CompiledStep:
             results = variant.executor.step(rows)
         loss, *norms = results[0]
         self.grad_norm = norms[0] if norms else None
-        self.optimizer.step()  # steps nothing: for schedulers, which ask that it was called
+        self.optimizer.step()  # steps nothing: for schedulers, and for hooks after a step
         return loss
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -160,6 +161,7 @@ class CompiledStep:
         return found
 
     def _require_steppable(self, args: Any, kwargs: Any) -> None:
+        refuse_pre_hooks(self.optimizer)
         runtime, why = self._runtime, ""
         if not torch.is_grad_enabled():
             why = "gradients are off (torch.no_grad or inference_mode). Call the step outside"

@@ -43,7 +43,7 @@ OF_OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda m: AdamW(m.parameters(), differentiable=True),
         "differentiable=True",
     ),
-    "hooks": (hooked, "the AdamW has hooks around its step .optimizer_step_pre_hooks.*Remove"),
+    "hooks": (hooked, "the AdamW has hooks before its step .optimizer_step_pre_hooks.*Remove"),
     "parameters beside": (beside, r"holds a parameter of shape \[3\] that is none of the model's"),
     "parameters left out": (
         lambda m: AdamW(m.head.parameters()),
@@ -220,6 +220,11 @@ def unsharded(step: Any) -> None:
         step(*batch(0, 0))
 
 
+def with_a_step_hook(step: Any) -> None:
+    step.optimizer.register_step_pre_hook(lambda *args: None)
+    step(*batch(0, 0))
+
+
 def with_a_scaler(step: Any) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(step(*batch(0, 0)))
@@ -235,6 +240,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     "a hook of the model": (with_a_module_hook, "the model has a forward hook of its own"),
     "an input": (with_a_learned_input, "an input requires a gradient.*Detach it"),
     "no target": (without_target, "was called without a target"),
+    "a hook before the step": (with_a_step_hook, "has hooks before its step"),
     "unsharded": (unsharded, "a step inside of summon_full_params"),
     "a scaler": (with_a_scaler, "a GradScaler with .*fxshard.compile_step"),
 }
@@ -246,7 +252,7 @@ def test_calls(name: str) -> None:
     step = made(max_norm=1.0)
     step(*batch(0, 1))
     before = {key: value.clone() for key, value in step.model.state_dict().items()}
-    with pytest.raises((StepError, CaptureError), match=match):
+    with pytest.raises((StepError, CaptureError, ConfigError), match=match):
         call(step)
     if name != "a scaler":
         for key, value in step.model.state_dict().items():

@@ -25,9 +25,9 @@ from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program
 from fxshard.ir.splitting import find_units
 from fxshard.passes.async_tensor_parallel import AsyncTensorParallel
+from fxshard.passes.begin_backward import BeginBackward
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.chunk_loss import ChunkLoss
-from fxshard.passes.begin_backward import BeginBackward
 from fxshard.passes.clip_steps import ClipSteps
 from fxshard.passes.cut_rows import CutRows
 from fxshard.passes.insert_reduce import InsertReduce
