@@ -69,7 +69,7 @@ from fxshard.runtime.unit_calls import UnitCall, options_of, outermost
 from fxshard.runtime.whole_step import (
     CompiledStep,
     one_optimizer,
-    require_no_ignored,
+    require_parameters,
     step_config,
     step_of_sharded,
     whole_of,
@@ -375,14 +375,12 @@ def _step_compiled(
     config = placed(module, config)
     chosen = placed(module, step_config(config, given.factory()))
     sharding = sharding_of(module, config, **ranks)
-    require_no_ignored(sharding.units)
+    require_parameters(sharding.units, len(sharding.world.grids), whole)
     program = None if call is None else traced(sharding, call, chosen, whole)
     sharded = shard_model(sharding, None)
     made = given.over(dict(sharded.named_parameters()))
-    step = CompiledStep(sharded, whole, made, chosen)
-    if program is not None and call is not None:
-        step.add_traced(call, *program)
-    return step
+    before = None if program is None or call is None else (call, *program)
+    return CompiledStep(sharded, whole, made, chosen, before)
 
 
 def fully_shard(

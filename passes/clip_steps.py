@@ -13,6 +13,7 @@ from torch import fx
 from fxshard.errors import ConfigError
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Fact, Program, Result
+from fxshard.ir.whole import SEVERAL_MESHES
 
 aten: Any = torch.ops.aten
 
@@ -104,12 +105,7 @@ class ClipSteps:
 
 def _one_grid(program: Program) -> Any:
     if program.meshes or any(param.placed is not None for param in program.params.values()):
-        raise ConfigError(
-            "max_norm beside parameters on several meshes (tensor parallelism, experts, units with "
-            "a mesh of their own): their norms are summed over different ranks, and the program "
-            "sums over one. Leave max_norm out of fxshard.compile_step, or train by a loop, with "
-            "model.clip_grad_norm_."
-        )
+        raise ConfigError(SEVERAL_MESHES)
     return program.grids[""]
 
 

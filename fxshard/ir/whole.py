@@ -11,6 +11,12 @@ import torch
 from fxshard.errors import CaptureError
 
 ASKED = "fxshard.compile_step"
+SEVERAL_MESHES = (
+    "max_norm beside parameters on several meshes (tensor parallelism, experts, units with a mesh "
+    "of their own): their norms are summed over different ranks, and the program sums over one "
+    "group. Leave max_norm out of fxshard.compile_step, or train by a loop, with "
+    "model.clip_grad_norm_."
+)
 
 
 @dataclasses.dataclass(frozen=True)

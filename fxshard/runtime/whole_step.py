@@ -20,7 +20,7 @@ from fxshard.errors import ConfigError, FxshardError, StepError
 from fxshard.host.progress import task
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit
-from fxshard.ir.whole import ASKED, Whole
+from fxshard.ir.whole import ASKED, SEVERAL_MESHES, Whole
 from fxshard.memory.report import MemoryReport
 from fxshard.plans.plan import Plan
 from fxshard.runtime.module import FxshardModule
@@ -29,6 +29,10 @@ from fxshard.runtime.step import Call, undone_or_refused
 from fxshard.runtime.variants import Kind, Traced, Variant, reason_for
 
 LOOP = "train by a loop: loss = loss_fn(model(batch), target); loss.backward(); optimizer.step()"
+
+
+# A call of a step, its program, and the attributes of modules that it reads.
+TracedBefore = tuple[tuple[tuple[Any, ...], dict[str, Any]], Program, attributes.Reads]
 
 
 class CompiledStep:
@@ -44,13 +48,19 @@ class CompiledStep:
     """
 
     def __init__(
-        self, model: FxshardModule, whole: Whole, optimizer: OnShards, config: Config
+        self,
+        model: FxshardModule,
+        whole: Whole,
+        optimizer: OnShards,
+        config: Config,
+        traced: TracedBefore | None = None,
     ) -> None:
         """Args:
         model: sharded.
         whole: the loss, and the norm to clip to.
         optimizer: over the parameters of `model`.
         config: the options, with an optimizer in backward, as plans know it.
+        traced: a step that was traced before the model was sharded.
         """
         self.model = model
         self.optimizer = optimizer
@@ -59,6 +69,12 @@ class CompiledStep:
         self._variants: dict[Kind, Variant] = {}
         self._structure = self._runtime.structures
         self._last: Variant | None = None
+        if traced is not None:
+            call, program, reads = traced
+            runtime = self._runtime
+            runtime.attributes.reads = reads
+            self._last = self._add(runtime.kind(*call), *call, Traced(program))
+            runtime.note_agreed(program)
 
     @property
     def _runtime(self) -> Runtime:
@@ -121,20 +137,12 @@ class CompiledStep:
         return loss
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace a step, and run nothing; collective."""
-        self._last = self._variant(args, kwargs)
+        """Trace a step, and run nothing; collective.
 
-    def add_traced(
-        self,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
-        program: Program,
-        reads: attributes.Reads,
-    ) -> None:
-        """Let a program that was traced before the model was sharded serve steps like that one."""
-        runtime = self._runtime
-        runtime.attributes.reads = reads
-        self._last = self._add(runtime.kind(*call), *call, Traced(program))
-        runtime.note_agreed(program)
+        Args:
+            args, kwargs: of a call of the step.
+        """
+        self._last = self._variant(args, kwargs)
 
     def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The program of this kind of step; captured, and agreed on by all ranks, if it is new."""
@@ -245,8 +253,21 @@ def step_config(config: Config, make: Any) -> Config:
     return config.changed({"optimizer": make, "optimizer_in_backward": True})
 
 
-def require_no_ignored(units: Sequence[Unit]) -> None:
-    """Raise ConfigError for an ignored parameter that is trained: nobody reduces its gradient."""
+def require_parameters(units: Sequence[Unit], meshes: int, whole: Whole) -> None:
+    """Check that one program can step, and clip, the parameters of a model.
+
+    Args:
+        units: of the model.
+        meshes: how many meshes its parameters are on.
+        whole: what the step has besides.
+
+    Raises:
+        ConfigError: an ignored parameter is trained, whose gradient nobody reduces; or gradients
+            are to be clipped that have their norms on several meshes.
+    """
+    placed = any(param.placed is not None for unit in units for param in unit.params)
+    if whole.max_norm is not None and (placed or meshes > 1):
+        raise ConfigError(SEVERAL_MESHES)
     for param in (param for unit in units for param in unit.ignored):
         if param.requires_grad:
             raise ConfigError(
@@ -316,7 +337,7 @@ def step_of_sharded(
     named = dict(model.named_parameters())
     checked = UsersOptimizer.checked(optimizer, named)
     config = step_config(runtime.config, checked.factory())
-    require_no_ignored(runtime.units)
+    require_parameters(runtime.units, len(runtime.world.grids), whole)
     step = CompiledStep(model, whole, checked.over(named), config)
     if call is not None:
         step.trace(*call)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
 from tests.end_to_end.compile_step_cases import (
@@ -44,11 +45,13 @@ def as_the_loop(rank: int, world_size: int, way: str, name: str, max_norm: float
         [f"norm {i}" for i in range(5)] if max_norm else []
     )
     assert all(want[key] > MAX_NORM for key in want if key.startswith("norm"))
-    compiled = fxshard.compile(net(), units=UNITS, **ours)
+    compiled: Any = fxshard.compile(net(), units=UNITS, **ours)
     assert_same(looped(compiled, OPTIMIZERS[name](compiled.parameters()), max_norm), want)
     plain = net()
     optimizer = OPTIMIZERS[name](plain.parameters())
-    step = fxshard.compile_step(plain, loss_fn, optimizer, max_norm=max_norm, units=UNITS, **ours)
+    step: Any = fxshard.compile_step(
+        plain, loss_fn, optimizer, max_norm=max_norm, units=UNITS, **ours
+    )
     assert step.model is plain and step.optimizer is optimizer
     assert_same(stepped(step), want)
 
@@ -72,7 +75,7 @@ def beside_eager(rank: int, world_size: int) -> None:
     eager = net()
     reference = OPTIMIZERS["adamw"](eager.parameters())
     plain = net()
-    step = fxshard.compile_step(
+    step: Any = fxshard.compile_step(
         plain, loss_fn, OPTIMIZERS["adamw"](plain.parameters()), max_norm=MAX_NORM, units=UNITS
     )
     for number in range(5):
@@ -102,7 +105,7 @@ def grouped(model: Any) -> tuple[torch.optim.Optimizer, Any]:
     """Two groups of their own rates, and a schedule."""
     biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
     weights = [param for name, param in model.named_parameters() if not name.endswith("bias")]
-    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
+    groups: Any = [{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
     made = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
     return made, torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
 
@@ -115,8 +118,8 @@ def scheduled(rank: int, world_size: int, before: bool) -> None:
     if not before:
         plain = fxshard.compile(plain, units=UNITS)
     optimizer, scheduler = grouped(plain)
-    options = {"units": UNITS} if before else {}
-    step = fxshard.compile_step(plain, loss_fn, optimizer, max_norm=MAX_NORM, **options)
+    options: dict[str, Any] = {"units": UNITS} if before else {}
+    step: Any = fxshard.compile_step(plain, loss_fn, optimizer, max_norm=MAX_NORM, **options)
     assert_same(stepped(step, scheduler=scheduler), want)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 32, 3e-3 / 32]
 
@@ -143,7 +146,7 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
     for number in range(2):
         step(*batch(rank, number))
     fxshard.save_checkpoint(folder, step.model, step.optimizer)
-    state = get_optimizer_state_dict(step.model, step.optimizer)
+    state: Any = get_optimizer_state_dict(step.model, step.optimizer)
     assert {"exp_avg", "exp_avg_sq", "step"} == set(state["state"]["first.weight"])
     other = fresh()
     fxshard.load_checkpoint(folder, other.model, other.optimizer)
@@ -166,7 +169,7 @@ def mixed(rank: int, world_size: int) -> None:
     model = fsdp2()
     reference = OPTIMIZERS["adamw"](model.parameters())
     plain = net()
-    step = fxshard.compile_step(
+    step: Any = fxshard.compile_step(
         plain, loss_fn, OPTIMIZERS["adamw"](plain.parameters()), max_norm=MAX_NORM, units=UNITS
     )
     for number in range(4):
@@ -209,7 +212,7 @@ def test_a_model_that_returns_its_loss_and_all_ranks_in_one_process() -> None:
     model, eager = WithLoss(), WithLoss()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     reference = OPTIMIZERS["adamw"](eager.parameters())
-    step = fxshard.compile_step(model, None, optimizer, max_norm=MAX_NORM, world_size=2)
+    step: Any = fxshard.compile_step(model, None, optimizer, max_norm=MAX_NORM, world_size=2)
     for number in range(5):
         reference.zero_grad()
         loss = eager(*batch(0, number))
@@ -227,15 +230,13 @@ def hybrid(rank: int, world_size: int, strategy: str) -> None:
     mesh = None
     options: dict[str, Any] = {}
     if strategy == "hybrid_shard":
-        mesh = torch.distributed.init_device_mesh(
-            "cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")
-        )
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
         options = {"mesh": mesh}
-    compiled = fxshard.compile(net(), units=UNITS, strategy=strategy, **options)  # type: ignore[arg-type]
+    compiled: Any = fxshard.compile(net(), units=UNITS, strategy=strategy, **options)  # type: ignore[arg-type]
     eager = net()
     reference = OPTIMIZERS["adamw"](eager.parameters())
     plain = net()
-    step = fxshard.compile_step(
+    step: Any = fxshard.compile_step(
         plain,
         loss_fn,
         OPTIMIZERS["adamw"](plain.parameters()),

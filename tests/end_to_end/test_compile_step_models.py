@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxshard
+from tests.distributed.tensor_parallel_cases import LENGTH, VOCABULARY, Llama, of_sequences
 from tests.end_to_end.compile_step_cases import (
     MAX_NORM,
     OPTIMIZERS,
@@ -65,7 +67,7 @@ def of_odd_models(rank: int, world_size: int, frozen: str) -> None:
     want = looped(theirs, OPTIMIZERS["adamw"](trained), MAX_NORM)
     ours = odd(frozen)
     optimizer = OPTIMIZERS["adamw"]([p for p in ours.parameters() if p.requires_grad])
-    step = fxshard.compile_step(ours, loss_fn, optimizer, max_norm=MAX_NORM, units=UNITS)
+    step: Any = fxshard.compile_step(ours, loss_fn, optimizer, max_norm=MAX_NORM, units=UNITS)
     torch.manual_seed(7 + rank)
     assert_same(stepped(step), want)
 
@@ -95,7 +97,7 @@ def test_several_arguments_and_trees() -> None:
     model, eager = Called(), Called()
     optimizer = OPTIMIZERS["sgd momentum"](model.parameters())
     reference = OPTIMIZERS["sgd momentum"](eager.parameters())
-    step = fxshard.compile_step(model, of_dict, optimizer, world_size=2)
+    step: Any = fxshard.compile_step(model, of_dict, optimizer, world_size=2)
     for number in range(3):
         x, y = batch(0, number)
         mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -120,7 +122,7 @@ def test_the_loss_is_part_of_the_program(options: dict[str, Any]) -> None:
     model, eager = net(), net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     reference = OPTIMIZERS["adamw"](eager.parameters())
-    step = fxshard.compile_step(
+    step: Any = fxshard.compile_step(
         model, loss_fn, optimizer, max_norm=MAX_NORM, world_size=2, units=UNITS, **options
     )
     for number in range(3):
@@ -144,7 +146,7 @@ def test_the_loss_is_part_of_the_program(options: dict[str, Any]) -> None:
 def test_after_an_exception_between_steps_of_units_calls_are_refused() -> None:
     """Until all that was half-written is loaded."""
     model = net()
-    step = fxshard.compile_step(
+    step: Any = fxshard.compile_step(
         model, loss_fn, OPTIMIZERS["adamw"](model.parameters()), world_size=2, units=UNITS
     )
     step(*batch(0, 0))
@@ -158,7 +160,7 @@ def test_after_an_exception_between_steps_of_units_calls_are_refused() -> None:
             raise RuntimeError("no space left on device")
         own(*given)
 
-    step.optimizer.step_parameters = fails  # type: ignore[method-assign]
+    step.optimizer.step_parameters = fails
     with pytest.raises(RuntimeError, match="no space left"):
         step(*batch(0, 1))
     del step.optimizer.step_parameters
@@ -171,7 +173,7 @@ def test_after_an_exception_between_steps_of_units_calls_are_refused() -> None:
 def test_hooks_after_a_step_run_once_all_units_are_stepped() -> None:
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    step = fxshard.compile_step(model, loss_fn, optimizer, world_size=2, units=UNITS)
+    step: Any = fxshard.compile_step(model, loss_fn, optimizer, world_size=2, units=UNITS)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     seen: list[list[str]] = []
 
@@ -197,7 +199,7 @@ def tied_to_the_loop(rank: int, world_size: int) -> None:
     reference = OPTIMIZERS["adamw"](eager.parameters())
     loss_fn(eager(x), y).backward()
     reference.step()
-    step = fxshard.compile_step(plain, loss_fn, optimizer, max_norm=MAX_NORM, units=UNITS)
+    step: Any = fxshard.compile_step(plain, loss_fn, optimizer, max_norm=MAX_NORM, units=UNITS)
     for number in range(2):
         parts = [batch(each, number) for each in range(world_size)]
         joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
@@ -213,3 +215,47 @@ def tied_to_the_loop(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_that_has_stepped_before(ranks: Any) -> None:
     ranks(2).run(tied_to_the_loop)
+
+
+def of_tensor_parallel(rank: int, world_size: int) -> None:
+    """Without clipping as the loop; with it, refused: norms are of other ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        made = Llama()
+        of_sequences(made, mesh["tp"])
+        return made
+
+    def of_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+    def tokens(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+        return torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+
+    reference: Any = made()
+    for layer in reference.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(reference, mesh=mesh["dp"])
+    theirs = OPTIMIZERS["adamw"](reference.parameters())
+    model = made()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step: Any = fxshard.compile_step(model, of_tokens, optimizer, mesh=mesh, units=UNITS)
+    for number in range(3):
+        theirs.zero_grad()
+        loss = of_tokens(reference(tokens(number)), tokens(number))
+        loss.backward()
+        theirs.step()
+        assert torch.equal(step(tokens(number), tokens(number)), loss.detach())
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), other.full_tensor())
+    model = made()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with pytest.raises(fxshard.ConfigError, match="max_norm beside parameters on several meshes"):
+        fxshard.compile_step(model, of_tokens, optimizer, max_norm=1.0, mesh=mesh, units=UNITS)
+    assert type(model) is Llama and type(optimizer) is torch.optim.AdamW
+
+
+def test_beside_tensor_parallelism(ranks: Any) -> None:
+    ranks(4).run(of_tensor_parallel)

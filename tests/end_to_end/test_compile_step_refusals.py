@@ -46,7 +46,7 @@ OF_OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "hooks": (hooked, "the AdamW has hooks before its step .optimizer_step_pre_hooks.*Remove"),
     "parameters beside": (beside, r"holds a parameter of shape \[3\] that is none of the model's"),
     "parameters left out": (
-        lambda m: AdamW(m.head.parameters()),
+        lambda m: AdamW(m.get_submodule("head").parameters()),
         "parameter 'first.weight' requires a gradient, and is in no group .*Freeze it",
     ),
     "none": (lambda m: None, "the optimizer is missing"),

@@ -269,6 +269,8 @@ def skipped() -> Program:
 
 one = partial(graphs.chain, 1)
 padded = partial(graphs.parse, PADDED, root)
+
+
 CASES: dict[str, tuple[pipeline.Pass, Build]] = {
     f"{name}.{case}": (step or PASSES[name], build)
     for name, case, step, build in [
@@ -407,12 +409,12 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ("prefetch", "max_inflight", Prefetch(3, 3, max_inflight=2), partial(graphs.chain, 3)),
         ("prefetch", "hybrid_offload", None, partial(graphs.chain, replicas=2, offloaded=True)),
         ("insert_step", "chain", InsertStep(), partial(graphs.chain, optimizer_in_backward=True)),
-        ("begin_backward", "chain", BeginBackward(), partial(graphs.chain, whole=True)),
+        ("begin_backward", "chain", BeginBackward(), lambda: graphs.chain(whole=True)),
         (
             "clip_steps",
             "chain",
             ClipSteps(),
-            partial(graphs.chain, optimizer_in_backward=True, max_norm=1.0),
+            lambda: graphs.chain(optimizer_in_backward=True, max_norm=1.0),
         ),
         (
             "async_tensor_parallel",

@@ -50,7 +50,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 def planned(max_norm: float | None, observe: Any = None, **options: Any) -> Plan:
     given = {"units": ["layers.*"], "pack_bytes": 0, **options}
     config = step_config(Config.from_options(given), OPTIMIZERS["adamw"])
-    call = (torch.ones(2, 4), torch.ones(2, 4)), {}
+    call: Any = (torch.ones(2, 4), torch.ones(2, 4)), {}
     work = Workload(Two(), call, 2, config, whole=Whole(mean, max_norm))
     return make_plan(work, observe=observe)
 
