@@ -91,11 +91,11 @@ def measured(name: str, max_norm: float | None, steps: int) -> dict[str, Any]:
     return found
 
 
-def peaks(name: str) -> dict[str, Any]:
+def peaks(name: str, checkpoint: str | None) -> dict[str, Any]:
     """Planned bytes of a rank of 2: of the loop, and of steps with and without clipping."""
     recipe = EVERY[name]
     inputs, targets = recipe.batch()
-    options: dict[str, Any] = {"world_size": 2, "units": [recipe.blocks]}
+    options: dict[str, Any] = {"world_size": 2, "units": [recipe.blocks], "checkpoint": checkpoint}
     plan = fxshard.plan(
         *(recipe.build(), (inputs,)),
         **options,
@@ -103,7 +103,8 @@ def peaks(name: str) -> dict[str, Any]:
         loss=lambda output: recipe.loss(output, targets),
         keep_outputs=False,
     )
-    found: dict[str, Any] = {"model": name, "loop": plan.memory.peak_bytes}
+    loop = plan.memory.peak_bytes
+    found: dict[str, Any] = {"model": name, "checkpoint": checkpoint, "loop": loop}
     inside = plan.replan(optimizer_in_backward=True)
     found["loop, optimizer_in_backward"] = inside.memory.peak_bytes
     for way, max_norm in (("step", None), ("step, clipped", MAX_NORM)):
@@ -132,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         given.models, given.steps = ["smoke"], 3
     result: dict[str, Any] = {"steps": [], "peaks": []}
     for name in given.models:
-        result["peaks"].append(peaks(name))
+        result["peaks"] += [peaks(name, checkpoint) for checkpoint in (None, "full")]
         result["steps"] += [measured(name, norm, given.steps) for norm in (MAX_NORM, None)]
     if given.out or not given.smoke:
         write(given.out or RESULTS / "compile_step.json", result)

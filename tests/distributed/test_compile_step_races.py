@@ -91,6 +91,7 @@ def watched(options: dict[str, Any], max_norm: float | None) -> Iterator[Steps]:
 
 @pytest.mark.parametrize("max_norm", [1.0, None])
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.sample(6)
 def test_no_race(setting: str, max_norm: float | None) -> None:
     with watched(SETTINGS[setting], max_norm) as found:
         assert found.races() == 0, found.watch.races

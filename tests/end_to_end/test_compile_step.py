@@ -58,6 +58,7 @@ def as_the_loop(rank: int, world_size: int, way: str, name: str, max_norm: float
 
 @pytest.mark.parametrize("max_norm", [MAX_NORM, None])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(4)
 def test_five_steps_are_bitwise_those_of_the_loop(
     ranks: Any, way: str, max_norm: float | None
 ) -> None:
@@ -66,6 +67,7 @@ def test_five_steps_are_bitwise_those_of_the_loop(
 
 @pytest.mark.parametrize("max_norm", [MAX_NORM, None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sample(4)
 def test_five_steps_of_each_optimizer(ranks: Any, name: str, max_norm: float | None) -> None:
     ranks(2).run(as_the_loop, "default", name, max_norm)
 
