@@ -3,7 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxshard.api import compile, fsdp2_memory, fully_shard, plan, shard, tune, validate
+    from fxshard.api import (
+        compile,
+        compile_step,
+        fsdp2_memory,
+        fully_shard,
+        plan,
+        shard,
+        tune,
+        validate,
+    )
     from fxshard.config.options import Options
     from fxshard.dryrun.fsdp2 import Fsdp2Memory
     from fxshard.dryrun.run import DryRun, dry_run, is_dry_run
@@ -32,11 +41,13 @@ if TYPE_CHECKING:
     from fxshard.runtime.checkpoint.verbs import async_save, load_checkpoint, save_checkpoint
     from fxshard.runtime.full_matrices import full_matrix_updates
     from fxshard.runtime.module import FxshardModule, register_fsdp_forward_method
+    from fxshard.runtime.whole_step import CompiledStep
     from fxshard.validation.compare import Validation
 
 __all__ = [
     "CaptureError",
     "CheckpointError",
+    "CompiledStep",
     "ConfigError",
     "DoesNotFitError",
     "DryRun",
@@ -62,6 +73,7 @@ __all__ = [
     "VerifyError",
     "async_save",
     "compile",
+    "compile_step",
     "default_passes",
     "dry_run",
     "fsdp2_memory",
@@ -78,6 +90,7 @@ __all__ = [
     "validate",
 ]
 _HOMES = {
+    "CompiledStep": "runtime.whole_step",
     "DryRun": "dryrun.run",
     "Fsdp2Memory": "dryrun.fsdp2",
     "FxshardModule": "runtime.module",
@@ -90,6 +103,7 @@ _HOMES = {
     "Validation": "validation.compare",
     "async_save": "runtime.checkpoint.verbs",
     "compile": "api",
+    "compile_step": "api",
     "default_passes": "pipeline",
     "dry_run": "dryrun.run",
     "fsdp2_memory": "api",

@@ -25,6 +25,7 @@ from fxshard.arguments import check_called, check_flag, check_progress
 from fxshard.bytesize import is_count, parse_budget
 from fxshard.capture import trace
 from fxshard.capture.held import copied
+from fxshard.codegen.users_optimizer import UsersOptimizer
 from fxshard.config.checked import Config
 from fxshard.config.docs import with_options
 from fxshard.config.options import Options
@@ -35,6 +36,7 @@ from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.hardware import hardware_of
 from fxshard.host.progress import say, task
 from fxshard.ir.splitting import configured_units, placed
+from fxshard.ir.whole import Whole
 from fxshard.pipeline import Observer
 from fxshard.planner.budget import planned, within_budget
 from fxshard.planner.on_mesh import EXAMPLE as MESH_EXAMPLE
@@ -58,11 +60,20 @@ from fxshard.runtime.prepare import (
     refuse_placed,
     shard_model,
     sharding_of,
+    traced,
 )
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
 from fxshard.runtime.taken_over import require_unsharded, taken_over
 from fxshard.runtime.unit_calls import UnitCall, options_of, outermost
+from fxshard.runtime.whole_step import (
+    CompiledStep,
+    one_optimizer,
+    require_parameters,
+    step_config,
+    step_of_sharded,
+    whole_of,
+)
 from fxshard.validation.compare import Validation
 from fxshard.validation.numerics import beside_eager
 from fxshard.validation.on_ranks import beside_ranks
@@ -273,6 +284,103 @@ def _compiled(
         units = configured_units(module, config)
         sharding = dataclasses.replace(sharding, config=config, units=units)
     return shard_model(sharding, call if args is not None or kwargs is not None else None)
+
+
+@with_options
+def compile_step(
+    model: Any,
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    /,
+    *,
+    max_norm: float | None = None,
+    world_size: int | tuple[int, int] | None = None,
+    mesh: DeviceMesh | None = None,
+    process_group: Any = None,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    progress: bool | None = None,
+    **options: Unpack[Options],
+) -> CompiledStep:
+    """One program of a whole training step: forward, loss, backward, clipping and the optimizer.
+
+    ``step(batch, target)`` does what this loop does, and returns the loss::
+
+        output = model(batch)
+        loss = loss_fn(output, target)
+        loss.backward()
+        step.grad_norm = model.clip_grad_norm_(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        model: as for `compile`, which shards it; or what `compile` or `fully_shard` returned.
+        loss: called with what the model returns and the last positional argument of the step, it
+            returns a scalar tensor. None: the model returns the loss, and gets all arguments.
+        optimizer: a `torch.optim.Optimizer` over the parameters of `model`, sharded or not: it
+            stays the user's object, and gets the sharded ones, with the rows of its state. Or a
+            callable, as for the option ``optimizer``, which may be given by keyword too. Its class
+            steps each element on its own.
+        max_norm: gradients are scaled so that the 2-norm of all of them is at most this; None: they
+            are not, and each unit is stepped in backward, as soon as its gradients are reduced.
+        world_size, mesh, process_group: as for `compile`.
+        args, kwargs: an example of a step, the target too, to trace now and not at the first step.
+        progress: as for `plan`.
+        **options: keys of `fxshard.Options`:
+
+    Returns:
+        The step; ``step.model`` is the sharded model, ``step.plan`` and ``step.memory`` say what it
+        does, ``step.grad_norm`` is the norm before clipping.
+
+    Raises:
+        ConfigError: an argument or option that one program cannot honour, with what to do instead.
+        UnitError, VerifyError, RankMismatchError: as for `compile`.
+        CaptureError: the model or its loss cannot be traced, or is no scalar tensor.
+
+    After an error the model and the optimizer are as they were.
+    """
+    check_progress(progress)
+    whole = whole_of(loss, max_norm)
+    optimizer = one_optimizer(optimizer, options.pop("optimizer", None))
+    call = None if args is None and kwargs is None else example(args or (), kwargs)
+    with task("compiling", shown=progress):
+        if isinstance(model, FxshardModule):
+            given = {"world_size": world_size, "mesh": mesh, "process_group": process_group}
+            made = step_of_sharded(model, whole, optimizer, call, {**given, **options})
+        else:
+            made = _step_compiled(
+                *(model, whole, optimizer, Config.from_options(options), call),
+                world_size=world_size,
+                mesh=mesh,
+                process_group=process_group,
+            )
+    made.model._fxshard.progress = progress
+    return made
+
+
+def _step_compiled(
+    model: Any,
+    whole: Whole,
+    optimizer: Any,
+    config: Config,
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    **ranks: Any,
+) -> CompiledStep:
+    """See `compile_step`: of a model that is not sharded yet."""
+    module = plain_module(model)
+    check_swappable(module)
+    named = dict(module.named_parameters())
+    chosen = step_config(config, optimizer)
+    given = UsersOptimizer.checked(optimizer, named)
+    config = placed(module, config)
+    chosen = placed(module, step_config(config, given.factory()))
+    sharding = sharding_of(module, config, **ranks)
+    require_parameters(sharding.units, len(sharding.world.grids), whole)
+    program = None if call is None else traced(sharding, call, chosen, whole)
+    sharded = shard_model(sharding, None)
+    made = given.over(dict(sharded.named_parameters()))
+    before = None if program is None or call is None else (call, *program)
+    return CompiledStep(sharded, whole, made, chosen, before)
 
 
 def fully_shard(

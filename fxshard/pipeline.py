@@ -42,14 +42,17 @@ from fxshard.ir.program import Fact, Program
 from fxshard.ir.shardable import check_constants
 from fxshard.ir.unit_options import checkpointed_modules, offloading
 from fxshard.ir.units import Unit, check_reshard, with_precision
+from fxshard.ir.whole import Whole
 from fxshard.passes.annotate_streams import AnnotateStreams
 from fxshard.passes.assign_checkpoints import AssignCheckpoints
 from fxshard.passes.assign_units import AssignUnits
 from fxshard.passes.async_tensor_parallel import AsyncTensorParallel
+from fxshard.passes.begin_backward import BeginBackward
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.canonicalize import Canonicalize
 from fxshard.passes.checkpoint import Checkpoint
 from fxshard.passes.chunk_loss import ChunkLoss
+from fxshard.passes.clip_steps import ClipSteps
 from fxshard.passes.compile_regions import CompileRegions
 from fxshard.passes.cut_rows import CutRows
 from fxshard.passes.insert_free import InsertFree
@@ -100,7 +103,8 @@ STEM = ("canonicalize", *_CHUNKS, "assign-units", "assign-checkpoints", "checkpo
 ORDER = (
     *(f"({name})" if name in _CHUNKS else name for name in STEM),
     *("(join-ranks)", "(bucket)", "insert-unshard", "insert-reduce", "(prefetch)"),
-    *("(insert-step)", "(async-tensor-parallel)", "(launch-collectives)"),
+    *("(begin-backward)", "(insert-step)", "(clip-steps)"),
+    *("(async-tensor-parallel)", "(launch-collectives)"),
     *("(offload-activations)", "(reinplace)", "insert-free", "annotate-streams"),
     *("outline-regions", "(compile-regions)"),
 )
@@ -295,6 +299,7 @@ def make_program(
     tangents: tuple[int, ...] | None = None,
     stems: dict[Any, Program] | None = None,
     common: Needs | None = None,
+    whole: Whole | None = None,
 ) -> Program:
     """Capture one call and run the passes over it.
 
@@ -319,6 +324,7 @@ def make_program(
         stems: earlier programs of this model after `STEM`, which depend on no ranks and no
             sharding: one that serves is reused.
         common: what all ranks gather and reduce in this call; None: the same as this one.
+        whole: what makes it a whole step, besides the option ``optimizer_in_backward``.
     """
     check_reshard(units, world, meshes)
     if config.full_precision_in_eval and not model.training:
@@ -333,7 +339,8 @@ def make_program(
     captures = {} if captures is None else captures
     symbols = symbols or {}
     call = in_spec, shapes.alike(leaves, symbols)
-    key = _capture_key(units, training, config), tuple(symbols.items()), call, tangents
+    loss = None if whole is None else (id(whole.loss),)
+    key = _capture_key(units, training, config), tuple(symbols.items()), call, tangents, loss
     ints = any(dim is None for places in symbols.values() for _, dim in places)
     sizes = shapes.of_call(leaves, ints=ints)
     if (key, sizes) not in captures:
@@ -350,6 +357,7 @@ def make_program(
                 every_tangent=every_tangent,
                 tangents=tangents,
                 data_sizes=config.data_sizes,
+                whole=whole,
             ),
             symbols,
             sizes,
@@ -359,6 +367,8 @@ def make_program(
         require_split_tokens(made)
         captures[key, sizes] = made
     captured, passes = captures[key, sizes], passes_of(offloading(model, config))
+    if whole is not None:
+        passes = as_whole_step(passes)
     checkpoints = checkpointed_modules(model, config, units)
 
     def start() -> Program:
@@ -388,9 +398,27 @@ def make_program(
         program.offloaded = config.offload is not None
         program.optimizer_in_backward = config.optimizer_in_backward
         program.compiled = config.backend == "inductor"
+        if whole is not None:
+            program.whole, program.max_norm = True, whole.max_norm
         return program
 
     return rewritten(sharded, passes, observe)
+
+
+def as_whole_step(passes: Pipeline) -> Pipeline:
+    """`passes` with those that a whole step takes besides: around insert-step.
+
+    Raises:
+        ConfigError: they do not step.
+    """
+    names = [each.name for each in passes]
+    if "insert-step" not in names:
+        raise ConfigError(
+            "passes=... without 'insert-step': the program of a whole step steps the parameters. "
+            "Begin with the list that the function is called with: passes=lambda default: ..."
+        )
+    at = names.index("insert-step")
+    return [*passes[:at], BeginBackward(), passes[at], ClipSteps(), *passes[at + 1 :]]
 
 
 def stem_of(passes: Pipeline) -> Pipeline:

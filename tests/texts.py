@@ -31,6 +31,7 @@ PLAIN = [
     ),
     *("backward_prefetch", "max_inflight", "optimizer_in_backward", "compiled", "calls"),
     *("reload_ahead", "checkpoints", "closed", "reached", "needs", "common"),
+    *("whole", "max_norm"),
 ]
 
 

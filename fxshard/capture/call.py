@@ -35,6 +35,7 @@ from fxshard.ir.extensions import Extension
 from fxshard.ir.program import input_name, path_name
 from fxshard.ir.tensor_parallel import Placed
 from fxshard.ir.units import Unit
+from fxshard.ir.whole import Whole
 
 aten: Any = torch.ops.aten
 
@@ -63,6 +64,7 @@ class Request:
     every_tangent: bool
     tangents: tuple[int, ...] | None = None
     data_sizes: Told = None
+    whole: Whole | None = None
 
     @functools.cached_property
     def _paths(self) -> tuple[list[tuple[Any, Any]], trees.TreeSpec]:
@@ -208,12 +210,25 @@ class FlatCall(nn.Module):
             alike = self.alike
             listener = None if alike is None else alike.begin(self._leaves(tensors))
             with provenance.LinesNoted(listener):
-                inputs = precision.root_inputs(self.request.units, self.inputs(tensors))
-                out = precision.root_output(self.request.units, self._run(*inputs))
+                out = self._called(*self.inputs(tensors))
         if self.alike is not None:
             self.alike.end()
         replaced = _replaced(buffers, dict(self.model.named_buffers(remove_duplicate=False)))
         return self._outputs(out, replaced)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns; of a whole step, the loss. The root's dtypes are the model's."""
+        units, whole = self.request.units, self.request.whole
+        args, target = (args, ()) if whole is None else whole.split(args)
+        inputs = precision.root_inputs(units, (args, kwargs))
+        out = precision.root_output(units, self._run(*inputs))
+        if whole is None:
+            return out
+        if whole.loss is not None:
+            with provenance.in_root(), rng.unseeded(provenance.user_line):
+                out = whole.loss(out, *target)
+        whole.require_scalar(out)
+        return out
 
     def _leaves(self, inputs: Sequence[torch.Tensor]) -> dict[int, str]:
         """Identity -> name of each parameter, buffer and input of this run."""

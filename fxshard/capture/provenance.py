@@ -86,6 +86,16 @@ def calls_noted(model: nn.Module) -> Iterator[list[Call]]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def in_root() -> Iterator[None]:
+    """What runs in the block belongs to the root module, though it is no call of it."""
+    restore = graphs.with_current_meta(STACK, {"": ("", nn.Module)})
+    try:
+        yield
+    finally:
+        restore()
+
+
 class LinesNoted(TorchDispatchMode):
     """Notes the line of user code of every operator inside, and if gradients are off there.
 

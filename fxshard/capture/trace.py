@@ -59,6 +59,7 @@ from fxshard.ir.domain import Domain, Symbols
 from fxshard.ir.extensions import Extension
 from fxshard.ir.program import Program, Signature
 from fxshard.ir.units import Unit
+from fxshard.ir.whole import Whole
 
 log: logging.Logger = logging.getLogger("fxshard")
 
@@ -105,6 +106,7 @@ def capture(
     every_tangent: bool = False,
     tangents: tuple[int, ...] | None = None,
     data_sizes: Told = None,
+    whole: Whole | None = None,
 ) -> Program:
     """Trace one call of `model` into a Program that no pass has touched yet.
 
@@ -125,6 +127,7 @@ def capture(
             for graphs of Dynamo, whose backend sees itself to inputs that share memory.
         tangents: backward starts from these outputs (flat indices) and no others.
         data_sizes: how large the sizes are that the model finds in its data.
+        whole: what is traced is a whole step: its loss is the only output.
 
     Raises:
         ConfigError: `data_sizes` tells of what the model does not find, or what it cannot be.
@@ -135,7 +138,7 @@ def capture(
     request = Request(
         *(model, args, kwargs, units, world_size, training, device),
         *(where_it_computes(model, device), for_cuda, symbols or {}, every_tangent),
-        *(tangents, data_sizes),
+        *(tangents, data_sizes, whole),
     )
     failures: dict[str, CaptureError] = {}
     try:

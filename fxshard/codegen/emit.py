@@ -1,4 +1,4 @@
-"""Schedule -> readable Python source -> two functions that run it.
+"""Schedule -> readable Python source -> two functions that run it; one, if it is a whole step.
 
 The emitted code follows the schedule literally: arguments come in a list that is cleared, every
 value is dropped by ``x = None`` after its last reader, collectives are calls on the World.
@@ -13,7 +13,7 @@ import linecache
 import logging
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +33,24 @@ from fxshard.ir.schedule import Region, Schedule, last_reads
 from fxshard.verify.orders import ENTRY
 
 # Operators that worlds do not have: the caller binds a function of the same name.
-BOUND = ("step", "keep", "kept")
-# Steps parameters, by FQN, with their sharded gradients: per rank of this process, per parameter.
-StepParameters = Callable[[list[str], list[list[Tensor]]], Optimizer]
+BOUND = ("step", "grad_norms", "keep", "kept")
+
+
+class StepParameters(Protocol):
+    """Steps parameters, by FQN."""
+
+    def __call__(
+        self, params: list[str], grads: list[list[Tensor]], scales: Sequence[Tensor] = (), /
+    ) -> Optimizer:
+        """Args:
+        params: FQNs.
+        grads: per rank of this process and parameter, its sharded gradient.
+        scales: per rank, what gradients are multiplied by before, in place; empty: nothing.
+        """
+
+
+# ``(FQNs, gradients per rank, squared, dtype)`` -> per rank, the norms in one tensor.
+GradNorms = Callable[[list[str], list[list[Tensor]], bool, torch.dtype], list[list[Tensor]]]
 
 log: logging.Logger = logging.getLogger("fxshard")
 
@@ -95,9 +110,39 @@ class Executor:
         assert self.schedule.backward is not None
         return [list(grads) for grads in self._run("backward", self.schedule.backward, args)]
 
+    def step(self, args: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Run all of a whole step. Returns per rank the loss, and the norm if it clips.
+
+        Args:
+            args: as for `forward`, in the order of `step_inputs`.
+        """
+        forward, backward = self.schedule.forward, self.schedule.backward
+        assert self.program.whole and backward is not None
+        if not isinstance(self.world, AllRanks):
+            return [list(self._run("step", forward, args)[0])]
+        rows = [dict(zip([n.name for n in self.step_inputs], row, strict=True)) for row in args]
+        first = [[row[node.name] for node in self.forward_inputs] for row in rows]
+        results = self._run("forward", forward, first)
+        for row, (_, values) in zip(rows, results, strict=True):
+            row.update(zip(saved_names(self.schedule), values, strict=True))
+        second = [[row[node.name] for node in self.backward_inputs] for row in rows]
+        norms = self._run("backward", backward, second)
+        return [[*outputs, *rest] for (outputs, _), rest in zip(results, norms, strict=True)]
+
+    @functools.cached_property
+    def step_inputs(self) -> list[fx.Node]:
+        """Placeholders of a whole step: those of both phases that forward does not make."""
+        made = saved_names(self.schedule)
+        every = {n.name: n for n in (*self.forward_inputs, *self.backward_inputs)}
+        return [node for name, node in every.items() if name not in made]
+
     def bind_step(self, step: StepParameters) -> None:
         """Let ``fxshard.runtime.step`` call `step`."""
         self._functions["step"] = step
+
+    def bind_norms(self, norms: GradNorms) -> None:
+        """Let the operator ``grad_norms`` call `norms`."""
+        self._functions["grad_norms"] = norms
 
     def bind_kept(self, keep: Callable[..., None], kept: Callable[..., Any]) -> None:
         """Let the operators of these names call them: ``keep(fqns, per rank)``, ``kept(fqns)``."""
@@ -115,13 +160,16 @@ class Executor:
         return list(self.schedule.backward.find_nodes(op="placeholder"))
 
     def _run(self, phase: str, graph: fx.Graph, args: Sequence[list[Any]]) -> list[Any]:
-        draws = rng.kept(self.program.device) if phase in self.draws else contextlib.nullcontext()
-        with self.world.phase(phase, phase in self.communicates), draws:
+        parts = {"forward", "backward"} if phase == "step" else {phase}
+        random = not parts.isdisjoint(self.draws)
+        draws = rng.kept(self.program.device) if random else contextlib.nullcontext()
+        with self.world.phase(phase, not parts.isdisjoint(self.communicates)), draws:
             if isinstance(self.world, AllRanks):
                 names = [*self.schedule.regions, *BOUND]
                 regions = {n: self._functions[n] for n in names if n in self._functions}
                 return self.world.run(graph, regions, self._random, args)
-            return [self._function(phase)(self.world, args[0])]
+            name = "whole_step" if phase == "step" else phase  # "step" is what its rows call
+            return [self._function(name)(self.world, args[0])]
 
     def _function(self, phase: str) -> Callable[..., Any]:
         """The emitted function; while a profiler runs, one whose rows are ranges."""
@@ -156,17 +204,20 @@ class TracedExecutor(Executor):
         super().__init__(program, world)
         self.code: str = emit(program, points=True)
         self._functions = load(self.code, program, probe.at)
+        self._functions["begin"] = probe.begin
         self._functions.update(compiled_functions(program, probe.at))
         self._probe = probe
 
     def bind_step(self, step: StepParameters) -> None:
-        def watched(params: list[str], grads: list[list[Tensor]]) -> Optimizer:
-            return self._probe.stepping(grads, lambda: step(params, grads))
+        def watched(
+            params: list[str], grads: list[list[Tensor]], scales: Sequence[Tensor] = ()
+        ) -> Optimizer:
+            return self._probe.stepping(grads, lambda: step(params, grads, scales))
 
         super().bind_step(watched)
 
     def _run(self, phase: str, graph: fx.Graph, args: Sequence[list[Any]]) -> list[Any]:
-        self._probe.begin(phase)
+        self._probe.begin("forward" if phase == "step" else phase)
         return super()._run(phase, graph, args)
 
     def _function(self, phase: str) -> Callable[..., Any]:
@@ -220,7 +271,7 @@ def function_name(target: Any) -> str:
 
 
 def emit(program: Program, *, points: bool = False, ranges: bool = False) -> str:
-    """Python source: one function per region, then ``forward`` and ``backward``.
+    """Python source: a function per region, then ``forward`` and ``backward``, or ``whole_step``.
 
     Args:
         program: with a schedule.
@@ -230,7 +281,11 @@ def emit(program: Program, *, points: bool = False, ranges: bool = False) -> str
     assert program.schedule is not None
     schedule = program.schedule
     parts = [_region(program, region, points) for region in schedule.regions.values()]
-    parts += [_phase(program, name, graph, points, ranges) for name, graph in schedule.phases()]
+    if program.whole and schedule.backward is not None:
+        parts.append(_whole(program, schedule, points, ranges))
+    else:
+        found = schedule.phases()
+        parts += [_phase(program, name, graph, points, ranges) for name, graph in found]
     return "\n\n\n".join(parts) + "\n"
 
 
@@ -270,6 +325,50 @@ def range_of(program: Program, row: fx.Node) -> str:
 
 def _phase(program: Program, name: str, graph: fx.Graph, points: bool, ranges: bool) -> str:
     lines = [f"def {name}(world, args):", *_unpack(graph), *_entry(graph)]
+    lines += _rows(program, graph, points, ranges)
+    if any(row.target is ops.store for row in graph.nodes):  # the caller reads them on the CPU
+        lines.append("    world.synchronize('store')")
+    lines.append(f"    return {_value(_output(graph))}")
+    return "\n".join(lines)
+
+
+def saved_names(schedule: Schedule) -> list[str]:
+    """What forward saves for backward, by name."""
+    _, saved = _output(schedule.forward)
+    return [node.name for node in saved]
+
+
+def _whole(program: Program, schedule: Schedule, points: bool, ranges: bool) -> str:
+    """Both phases as one function: what forward saves stays in its variable."""
+    assert schedule.backward is not None
+    graphs = schedule.forward, schedule.backward
+    (outputs, _), norms = map(_output, graphs)
+    made = saved_names(schedule)
+    given: dict[str, bool] = {}  # and whether anything reads it
+    for node in (n for graph in graphs for n in graph.find_nodes(op="placeholder")):
+        if node.name not in made:
+            given[node.name] = given.get(node.name, False) or bool(node.users)
+    unused = [name for name, is_read in given.items() if not is_read]
+    lines = ["def whole_step(world, args):", f"    {_tuple([*given])} = args", "    args.clear()"]
+    lines += [f"    {' = '.join(unused)} = None"] if unused else []
+    lines += dict.fromkeys(line for graph in graphs for line in _entry(graph))
+    again = {node.name for node in schedule.backward.find_nodes(op="placeholder")}
+    lines += _rows(program, schedule.forward, points, ranges, again)
+    lines += ['    begin("backward")'] if points else []
+    lines += _rows(program, schedule.backward, points, ranges, {node.name for node in outputs})
+    lines.append(f"    return {_tuple([node.name for node in (*outputs, *norms)])}")
+    return "\n".join(lines)
+
+
+def _rows(
+    program: Program,
+    graph: fx.Graph,
+    points: bool,
+    ranges: bool,
+    kept: Collection[str] = (),
+) -> list[str]:
+    """The rows of a phase. The variables of `kept` are not dropped: what follows reads them."""
+    lines: list[str] = []
     dead = last_reads(graph)
     stores = any(row.target is ops.store for row in graph.nodes)
     for row in graph.nodes:
@@ -279,6 +378,7 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool, ranges: b
         items = [user for user in row.users if user.target is operator.getitem]
         targets = f"{_tuple([item.name for item in items])} = " if items else ""
         drops = [n for reader in (row, *items) for n in dead[reader] if n is not row]
+        drops = [node for node in drops if node.name not in kept]
         tag = tags.get(row)
         lines += [f"    world.wait_event({tag.stream!r}, {event!r})" for event in tag.waits]
         inside = "    "
@@ -301,10 +401,7 @@ def _phase(program: Program, name: str, graph: fx.Graph, points: bool, ranges: b
         lines += _drop(drops)
         if points:
             lines.append("    at()")
-    if stores:  # the caller reads gradients on the CPU
-        lines.append("    world.synchronize('store')")
-    lines.append(f"    return {_value(_output(graph))}")
-    return "\n".join(lines)
+    return lines
 
 
 def _comment(name: str) -> str:
@@ -324,7 +421,11 @@ def _asked(row: fx.Node) -> str:
     pair=3)``, or of what is bound.
     """
     if row.target is ops.step:
-        return f"step({list(row.args[2])!r}, [{_names(row.args[0])}])"  # type: ignore[arg-type]
+        scale = "".join(f", [{_value(value)}]" for value in row.args[3:])
+        return f"step({list(row.args[2])!r}, [{_names(row.args[0])}]{scale})"  # type: ignore[arg-type]
+    if row.target is ops.grad_norms:
+        how = f"{row.args[2]!r}, {row.args[3]!r}"
+        return f"grad_norms({list(row.args[1])!r}, [{_names(row.args[0])}], {how})[0]"  # type: ignore[arg-type]
     if row.target is ops.keep:
         return f"keep({list(row.args[1])!r}, [{_names(row.args[0])}])"  # type: ignore[arg-type]
     if row.target is ops.kept:

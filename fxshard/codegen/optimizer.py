@@ -128,11 +128,7 @@ class OnShards(Optimizer):
         """As torch's; of a full tensor each rank takes its own rows, without communication."""
         super().load_state_dict(state_dict)
         for param, entries in self.state.items():
-            for key, value in entries.items():
-                full = isinstance(value, Tensor) and not isinstance(value, DTensor)
-                if isinstance(param, DTensor) and full and value.shape == param.shape:
-                    local = local_part(sharded_like(value, param)).clone()
-                    entries[key] = dtensors.dtensor_like(local, param)
+            entries.update(rows_of_state(entries, param))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copied or pickled on its own it is torch's optimizer."""
@@ -143,9 +139,9 @@ class OnShards(Optimizer):
         """What `torch.amp.GradScaler.step` asks for first (torch/amp/grad_scaler.py)."""
         if self.in_backward:
             raise StepError(
-                "a GradScaler with optimizer_in_backward=True: parameters were stepped with "
-                "gradients that are still scaled, before the scaler could look for infinite ones. "
-                "Train in bf16 without a scaler, or leave optimizer_in_backward out."
+                "a GradScaler with optimizer_in_backward=True or fxshard.compile_step: parameters "
+                "were stepped with gradients that are still scaled, before the scaler could look "
+                "for infinite ones. Train in bf16 without a scaler, or step after backward."
             )
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
@@ -211,6 +207,17 @@ class OnShards(Optimizer):
                 self.state[param][key] = shown
 
 
+def rows_of_state(entries: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state of a parameter, with this rank's rows of what is there in full."""
+    found = dict(entries)
+    for key, value in entries.items():
+        full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if isinstance(param, DTensor) and full and value.shape == param.shape:
+            local = local_part(sharded_like(value, param)).clone()
+            found[key] = dtensors.dtensor_like(local, param)
+    return found
+
+
 def stepped(optimizer: Optimizer) -> Optimizer:
     """Let what can step local shards do so, from now on; the same object.
 
@@ -238,29 +245,11 @@ def on_shards(optimizer: Optimizer, *, in_backward: bool = False) -> OnShards:
     Raises:
         ConfigError: its class needs full parameters, or is not known; or it is differentiable.
     """
-    kind = type(optimizer)
     if isinstance(optimizer, OnShards):
         optimizer.in_backward = in_backward
         return optimizer
-    if in_backward and (kind is Muon or isinstance(optimizer, Several)):
-        raise ConfigError(
-            f"optimizer_in_backward=True with {name_of(optimizer)}: a program steps the rows of a "
-            f"unit as soon as their gradients are reduced, by one optimizer that steps each "
-            f"element on its own, and Muon's update needs all rows of a matrix. Leave "
-            f"optimizer_in_backward out."
-        )
-    if kind not in ELEMENTWISE:
-        raise ConfigError(
-            f"optimizer {kind.__name__} cannot step this rank's rows alone: known to step each "
-            f"element on its own are {', '.join(each.__name__ for each in ELEMENTWISE)}. Make it "
-            f"over model.parameters() yourself, without optimizer_in_backward: DTensor "
-            f"communicates where it must."
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ConfigError(
-            f"optimizer {kind.__name__}(differentiable=True) lets autograd record the step, which "
-            f"cannot be done on the parameters themselves. Leave it False."
-        )
+    kind = type(optimizer)
+    require_by_element(optimizer, "optimizer_in_backward" if in_backward else "")
     runner = _empty(kind)
     runner.__dict__.update(_settings(optimizer))
     runner.state = collections.defaultdict(dict)
@@ -271,6 +260,41 @@ def on_shards(optimizer: Optimizer, *, in_backward: bool = False) -> OnShards:
     made._rows, made._positions, made._members = {}, {}, []
     made._own_step = inspect.unwrap(kind.step)
     return made
+
+
+def require_by_element(optimizer: Optimizer, what: str = "") -> None:
+    """Check that the step of `optimizer` can run on the rows of a rank.
+
+    Args:
+        optimizer: of the user's.
+        what: the option or verb by which a program steps; "": none does.
+
+    Raises:
+        ConfigError: see `on_shards`.
+    """
+    kind = type(optimizer)
+    if isinstance(optimizer, OnShards):
+        return
+    asked = f"{what}=True" if what == "optimizer_in_backward" else what
+    without = f"Leave {what} out" if what == "optimizer_in_backward" else "Train by a loop"
+    if what and (kind is Muon or isinstance(optimizer, Several)):
+        raise ConfigError(
+            f"{asked} with {name_of(optimizer)}: a program steps the rows of a "
+            f"unit as soon as their gradients are reduced, by one optimizer that steps each "
+            f"element on its own, and Muon's update needs all rows of a matrix. {without}."
+        )
+    if kind not in ELEMENTWISE:
+        raise ConfigError(
+            f"optimizer {kind.__name__} cannot step this rank's rows alone: known to step each "
+            f"element on its own are {', '.join(each.__name__ for each in ELEMENTWISE)}. Make it "
+            f"over model.parameters() yourself, without {what or 'optimizer_in_backward'}: DTensor "
+            f"communicates where it must."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer {kind.__name__}(differentiable=True) lets autograd record the step, which "
+            f"cannot be done on the parameters themselves. Leave it False."
+        )
 
 
 def _empty(kind: type[Optimizer]) -> Optimizer:

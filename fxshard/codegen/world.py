@@ -41,6 +41,11 @@ class World(Protocol):
     ) -> list[Tensor]:
         """Launch: gradients reduced in place; returns them."""
 
+    def reduce_norms(
+        self, norms: list[Tensor], pair: int, group: str = "shard", op: str = "sum"
+    ) -> list[Tensor]:
+        """Launch: norms of gradients, summed up over the ranks in place; returns them."""
+
     def reduce_now(
         self, tensors: list[Tensor], group: str = "shard", op: str = "max"
     ) -> list[Tensor]:

@@ -296,6 +296,12 @@ def _unpack(
     return [empty(packed[0], shape) for shape in unpacked(size, chunks, dims, lengths)]
 
 
+def _grad_norms(
+    empty: Empty, grads: list[Tensor], params: Sequence[str], squared: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    return [empty(grads[0], (len(grads),), dtype=dtype)]
+
+
 def _reshard(
     empty: Empty,
     buffers: list[Tensor],
@@ -592,8 +598,39 @@ kept: Any = define(
 )
 # Other ranks read these unsharded parameters, so that this one gathers them too: it does nothing.
 join = define(OpSpec("join(Tensor[] params) -> ()", role="join", over="nothing"))
-# The optimizer steps shards in place, with the sharded gradients of `params`. Worlds do not have
-# it: the caller binds it (`fxshard.codegen.emit.Executor.bind`).
+# The 2-norms of this rank's rows of the sharded gradients of `params`, in one fresh tensor ``[n]``;
+# where ranks share parameters, squared: to be summed up. Bound by the caller, who knows which rows
+# are padding.
+grad_norms: Any = define(
+    OpSpec(
+        "grad_norms(Tensor[] grads, str[] params, bool squared, ScalarType dtype) -> Tensor[]",
+        fake=_grad_norms,
+        role="norm",
+        text="norm",
+        category="TEMP",
+    )
+)
+# The sum of these over the ranks that share parameters, in place.
+reduce_norms: Any = define(
+    OpSpec(
+        "reduce_norms(Tensor[] norms, int size, str group='shard', str op='sum') -> Tensor[]",
+        fake=_all_reduce,
+        text="all-reduce norms",
+        stream="all-reduce",
+        event="n",
+        in_place="always",
+        category="TEMP",
+        over="network",
+        passes=2,
+        gloo="operands",
+    )
+)
+# The optimizer steps shards in place, with the sharded gradients of `params`; it scales those in
+# place before, if a scale is given, and nothing reads them after it. Worlds do not have it: the
+# caller binds it (`fxshard.codegen.emit.Executor.bind_step`).
 step: Any = define(
-    OpSpec("step(Tensor[] grads, Tensor(a!)[] shards, str[] params) -> ()", role="step")
+    OpSpec(
+        "step(Tensor[] grads, Tensor(a!)[] shards, str[] params, Tensor? scale=None) -> ()",
+        role="step",
+    )
 )

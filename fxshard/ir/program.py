@@ -83,6 +83,7 @@ class Fact(enum.Enum):
     EQUAL_CHUNKS = "every collective moves the same number of bytes on every rank"
     BUCKETED = "every parameter is in one bucket, and each collective moves those of one"
     STEPPED_ONCE = "each reduced gradient is stepped once, after every read of it and its shard"
+    CLIPPED = "each step is scaled by the norm of all gradients that are stepped, each in it once"
     OFFLOADED = (
         "saved activations that leave come back whole, once, before they are read; "
         "at most one unit's leave at a time, and ahead + 1 units' wait for their first use"
@@ -120,11 +121,11 @@ class Result:
     Attributes:
         kind: "output" (of the model), "grad" (of a parameter or input), "accumulated" (the
             unsharded gradient of a parameter, not reduced yet), "partial" (the sharded one, not
-            all-reduced yet).
-        name: output index, parameter FQN, or ``input[i]``.
+            all-reduced yet), "norm" (of all gradients, before they are clipped).
+        name: output index, parameter FQN, or ``input[i]``; "" of the norm.
     """
 
-    kind: Literal["output", "grad", "accumulated", "partial"]
+    kind: Literal["output", "grad", "accumulated", "partial", "norm"]
     name: str
 
 
@@ -205,6 +206,10 @@ class Program:
         reload_ahead: of how many units the offloaded activations may be back before their use,
             besides those of the unit that is next.
         optimizer_in_backward: it steps parameters, in place of returning their gradients.
+        whole: it is a whole step: the loss is its output, it starts backward by itself, and both
+            phases run as one, with nothing of the caller's between them.
+        max_norm: of a whole step, gradients are scaled by the norm of all of them so that it is at
+            most this; None: they are not.
         compiled: regions are compiled: what must run in eager's order stands apart from the rest.
         calls: every call of a module in forward, in order; nodes refer to them.
         domain: the sizes that it serves; None: those of the example call.
@@ -243,6 +248,8 @@ class Program:
     max_inflight: int | None = None
     reload_ahead: int = 1
     optimizer_in_backward: bool = False
+    whole: bool = False
+    max_norm: float | None = None
     compiled: bool = False
     calls: tuple[Call, ...] = ()
     domain: Domain | None = None

@@ -38,6 +38,7 @@ Role = Literal[
     "wait",
     "free",
     "join",  # reads a parameter that other ranks read, and does nothing
+    "norm",  # this rank's part of the norms of gradients
     "step",  # the optimizer's, of a unit
     "output",
 ]

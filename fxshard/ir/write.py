@@ -29,7 +29,7 @@ FLAGS = (
     *("replicas", "meshes", "sync", "accumulated", "partial", "kept", "comm_hook", "offloaded"),
     "gradients",
     *("given", "forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward"),
-    "reload_ahead",
+    *("reload_ahead", "whole", "max_norm"),
     *("compiled", "checkpoints", "closed", "reached", "needs", "common"),
 )
 # Functions of Python and of torch that compute sizes, by their names in the text.

@@ -103,6 +103,7 @@ def _made(
                 captures=captures,
                 stems=stems,
                 tangents=workload.tangents,
+                whole=workload.whole,
                 symbols=shapes.named(
                     workload.config.dynamic or {}, workload.module, *workload.call
                 ),

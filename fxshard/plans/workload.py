@@ -17,6 +17,7 @@ from fxshard.bytesize import is_count
 from fxshard.config.checked import Config
 from fxshard.config.options import Options
 from fxshard.errors import ConfigError
+from fxshard.ir.whole import Whole
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a call of the model
 
@@ -53,6 +54,7 @@ class Workload:
             all of the step.
         around: gives a block in which the call is as it will be: the ranks of the mesh of a model
             that was parallelised for the plan are there, and what the loop calls the model in.
+        whole: the step is one program, of `fxshard.compile_step`, and `call` has the target too.
     """
 
     module: nn.Module
@@ -66,6 +68,7 @@ class Workload:
     tangents: tuple[int, ...] | None = None
     in_flight: int | None = None
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    whole: Whole | None = None
 
     def __post_init__(self) -> None:
         if not is_count(self.micro_batches):
@@ -107,7 +110,8 @@ class Workload:
 
     def changed(self, changes: Mapping[str, Any]) -> Workload:
         """With some of its fields, of the call's ``args`` and ``kwargs``, or options replaced."""
-        own = {f.name for f in dataclasses.fields(self)} - {"module", "config", "call", "around"}
+        fixed = {"module", "config", "call", "around", "whole"}
+        own = {f.name for f in dataclasses.fields(self)} - fixed
         mine = {name: value for name, value in changes.items() if name in own}
         if "loss" in mine:
             mine.setdefault("tangents", None)  # those of another loss

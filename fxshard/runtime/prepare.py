@@ -14,8 +14,10 @@ from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, UnitError
 from fxshard.host.progress import say
 from fxshard.ir.layout import Grid
+from fxshard.ir.program import Program
 from fxshard.ir.splitting import configured_units
 from fxshard.ir.units import Unit, check_reshard
+from fxshard.ir.whole import Whole
 from fxshard.pipeline import make_program
 from fxshard.runtime import reading, replaced
 from fxshard.runtime.module import FxshardModule, sharded, unchanged_on_error
@@ -89,33 +91,52 @@ def shard_model(sharding: Sharding, call: Call | None) -> FxshardModule:
     Raises:
         CaptureError, VerifyError, RankMismatchError: see `fxshard.compile`.
     """
-    module, world, config = sharding.model, sharding.world, sharding.config
-    program, reads = None, attributes.Reads()
-    if call is not None:
-        with attributes.noted(reads):
-            program = make_program(
-                module,
-                *call,
-                units=sharding.units,
-                world=world.size,
-                replicas=world.replicas,
-                meshes=other_meshes(world),
-                config=config,
-                device=_device_of(world),
-                symbols=shapes.named(config.dynamic or {}, module, *call),
-            )
-        if not config.ranks_may_differ:
-            world.agree(agreement(program), "the model or the batch structure")
+    module = sharding.model
+    program, reads = (None, None) if call is None else traced(sharding, call)
     before = dict(module.named_parameters())
     say("sharding")
     with unchanged_on_error(module):
         made = sharded(sharding)
-        if call is not None and program is not None:
+        if call is not None and program is not None and reads is not None:
             made._fxshard.attributes.reads = reads
             made._fxshard.add(*call, Traced(program))
     slots = made._fxshard.slots.items()
     replaced.mark({fqn: before[fqn] for fqn, slot in slots if slot.tensor is not before[fqn]})
     return made
+
+
+def traced(
+    sharding: Sharding, call: Call, config: Config | None = None, whole: Whole | None = None
+) -> tuple[Program, attributes.Reads]:
+    """The program of a call of the model before it is sharded, and the attributes that it reads.
+
+    Args:
+        sharding: how it will be.
+        call: ``(args, kwargs)``.
+        config: the options; None: those of `sharding`.
+        whole: it is a step, as `fxshard.compile_step` has it.
+
+    Raises:
+        CaptureError, VerifyError, RankMismatchError: see `fxshard.compile`.
+    """
+    module, world, reads = sharding.model, sharding.world, attributes.Reads()
+    config = config or sharding.config
+    with attributes.noted(reads):
+        program = make_program(
+            module,
+            *call,
+            units=sharding.units,
+            world=world.size,
+            replicas=world.replicas,
+            meshes=other_meshes(world),
+            config=config,
+            device=_device_of(world),
+            symbols=shapes.named(config.dynamic or {}, module, *call),
+            whole=whole,
+        )
+    if not config.ranks_may_differ:
+        world.agree(agreement(program), "the model or the batch structure")
+    return program, reads
 
 
 def refuse_placed(units: Sequence[Unit]) -> None:

@@ -8,7 +8,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from fxshard.ir import transfers
 from fxshard.ir.domain import Symbols
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program, Signature
+from fxshard.ir.whole import Whole
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import differing, state, transformed
@@ -51,6 +52,7 @@ from fxshard.runtime.variants import (
     symbols_for,
 )
 from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.verify.certificate import agreement, digest
 
 log: logging.Logger = logging.getLogger("fxshard")
@@ -82,6 +84,7 @@ class Runtime(Phases):
         self.hooks: Hooks = Hooks()
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
+        self.structures: int = 0  # how often the structure of the model has changed
         self._warned: set[int] = set()
         self._starts: dict[Kind, list[tuple[int, ...]]] = {}  # see `starting`
         self._agreed: dict[str, list[str]] = {}  # what all ranks have agreed on, by its digest
@@ -99,15 +102,37 @@ class Runtime(Phases):
             self._optimizer = on_shards(made, in_backward=True) if in_backward else stepped(made)
         return self._optimizer
 
-    def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
+    def step_parameters(
+        self, fqns: list[str], grads: list[list[Tensor]], scales: Sequence[Tensor] = ()
+    ) -> OnShards:
         """Step parameters with their sharded gradients (operator ``fxshard::step``).
 
         Args:
             fqns: of the parameters.
             grads: per rank of this process and parameter, the reduced gradient of a padded shard.
+            scales: see `step_with`.
         """
         optimizer = self.optimizer()
         assert isinstance(optimizer, OnShards)
+        return self.step_with(optimizer, fqns, grads, scales)
+
+    def step_with(
+        self,
+        optimizer: OnShards,
+        fqns: list[str],
+        grads: list[list[Tensor]],
+        scales: Sequence[Tensor] = (),
+    ) -> OnShards:
+        """The same by `optimizer`.
+
+        Args:
+            optimizer: over the parameters of the model.
+            fqns, grads: see `step_parameters`.
+            scales: per rank of this process, what gradients are multiplied by first, in place.
+        """
+        for shards, scale in zip(grads, scales, strict=False):
+            for grad in shards:
+                grad.mul_(scale)
         unused = self.reach.unused()
         slots, mine = [], []
         for fqn, *shards in zip(fqns, *grads, strict=True):
@@ -118,6 +143,24 @@ class Runtime(Phases):
             mine.append(slot.without_padding(shards[: len(slot.shards)]))
         optimizer.step_parameters([slot.tensor for slot in slots], mine)
         return optimizer
+
+    def grad_norms(
+        self, fqns: list[str], grads: list[list[Tensor]], squared: bool, dtype: torch.dtype
+    ) -> list[list[Tensor]]:
+        """Per rank of this process, the norms of its gradients (operator ``fxshard::grad_norms``).
+
+        Args:
+            fqns: of the parameters.
+            grads: see `step_parameters`.
+            squared: to be summed up over ranks.
+            dtype: of the norms.
+        """
+        if isinstance(self.world, InProcessWorld):
+            return [[state.norms_of(shards, squared, dtype)] for shards in grads]
+        slots = [self.slots[fqn] for fqn in fqns]
+        mine = [s.without_padding([grad]) for s, grad in zip(slots, grads[0], strict=True)]
+        alone = not squared and state.is_sharded(slots[0].tensor)
+        return [[state.norms_of(mine, squared, dtype, alone=alone)]]
 
     @torch.compiler.disable(reason="fxshard runs a program of its own")
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,8 +175,7 @@ class Runtime(Phases):
         if transforms.transforming() and not by_transforms:
             with transforms.outside():
                 return self.call(args, kwargs)
-        self.reshard()  # of an `unshard` that nobody ended
-        self._lying.clear()  # the program gathers its own
+        self.begin_call()
         if self.summoned and not torch.is_grad_enabled():
             self.follow_mode()
             with as_users_own(self.model):
@@ -163,6 +205,20 @@ class Runtime(Phases):
                 outputs, _ = variant.executor.forward(self.arguments(variant, batch))
         return self._returned(signature, outputs)
 
+    def begin_call(self) -> None:
+        """Before a program runs, which gathers its own."""
+        self.reshard()  # of an `unshard` that nobody ended
+        self._lying.clear()
+
+    def follow(self) -> None:
+        """Take over changes of the model since the last call; programs of another are dropped."""
+        with autograd.plain_torch_functions():
+            if self.follow_changes():
+                self.variants.clear()
+                self.structures += 1
+                self.attributes, self.hooks = Attributes(), Hooks()
+            self.follow_mode()
+
     @staticmethod
     def _returned(signature: Signature, outputs: list[Any]) -> Any:
         """What the user's model returns, of a program's outputs."""
@@ -182,16 +238,12 @@ class Runtime(Phases):
         self.require_sharded("forward")
         self.world.require_joined()
         try:
-            with autograd.plain_torch_functions():
-                if self.follow_changes():
-                    self.variants.clear()
-                    self.attributes, self.hooks = Attributes(), Hooks()
-                self.follow_mode()
+            self.follow()
             kind = self.kind(args, kwargs)
             found = self._serving(kind)
             traced = found.traced if found else self._traced(args, kwargs, kind)
             if traced.program.signature.training:
-                self._require_stepped_here(traced.program)
+                self.require_stepped_here(traced.program)
             if self.config.ranks_may_differ:
                 differing.require_noted(traced.program)
         except FxshardError as error:
@@ -215,7 +267,7 @@ class Runtime(Phases):
         places = {param.fqn: param.position for unit in self.units for param in unit.params}
         common = differing.common(said, places)
         if common is None:
-            self._note_agreed(mine.program)
+            self.note_agreed(mine.program)
             return mine
         kind = self.kind(args, kwargs).having(RANKS, common.digest)
         found = self._serving(kind)
@@ -357,7 +409,8 @@ class Runtime(Phases):
             self.world.agree(lines, what, list(self._agreed.values()))
         self._agreed[digest(lines)] = lines
 
-    def _note_agreed(self, program: Program) -> None:
+    def note_agreed(self, program: Program) -> None:
+        """All ranks have agreed on `program`."""
         lines = agreement(program)
         self._agreed[digest(lines)] = lines
 
@@ -421,12 +474,13 @@ class Runtime(Phases):
         found.traced = traced
         self.variants[kind] = found
         if not self.config.ranks_may_differ:
-            self._note_agreed(traced.program)
+            self.note_agreed(traced.program)
         return found
 
     def executor_of(self, program: Program) -> Executor:
         made = self.make_executor(program, self.world)
         made.bind_step(self.step_parameters)
+        made.bind_norms(self.grad_norms)
         made.bind_kept(self.keep, self.take)
         return made
 
@@ -434,11 +488,28 @@ class Runtime(Phases):
         self, kind: Kind, program: Program, model: nn.Module, call: Any, config: Config
     ) -> Variant:
         """A variant of `program`, for a call ``(args, kwargs)`` of `model` with these options."""
+        return Variant(
+            kind,
+            self.plan_of(kind, program, model, call, config),
+            self.executor_of(program),
+            Traced(program),
+        )
+
+    def plan_of(
+        self,
+        kind: Kind,
+        program: Program,
+        model: nn.Module,
+        call: Any,
+        config: Config,
+        whole: Whole | None = None,
+    ) -> Plan:
+        """The plan of `program` on these ranks; `whole`: it is that of a whole step."""
         world = self.world
         ranks = (world.replicas, world.size) if config.hybrid else world.replicas * world.size
-        work = Workload(model, without_data(call), ranks, config, tangents=kind[STARTS])
-        plan = Plan([program], work)
-        return Variant(kind, plan, self.executor_of(program), Traced(program))
+        given = without_data(call)
+        work = Workload(model, given, ranks, config, tangents=kind[STARTS], whole=whole)
+        return Plan([program], work)
 
     @property
     def plan(self) -> Plan:
@@ -467,12 +538,15 @@ class Runtime(Phases):
         starts: tuple[int, ...] | None,
         captures: dict[Any, Program],
         common: Needs | None = None,
+        config: Config | None = None,
+        whole: Whole | None = None,
     ) -> Program:
         """Capture the call `model(*args, **kwargs)` and run the passes.
 
         Args:
             starts: the outputs that backward starts from; None: as `trace.capture` chooses.
-            captures, common: see `pipeline.make_program`.
+            captures, common, whole: see `pipeline.make_program`.
+            config: the options; None: those of the model.
         """
         self.require_one_hook()
         units = tuple(
@@ -491,7 +565,8 @@ class Runtime(Phases):
             world=self.world.size,
             replicas=self.world.replicas,
             meshes=other_meshes(self.world),
-            config=self.config,
+            config=config or self.config,
+            whole=whole,
             sync=self.sync,
             accumulated=self.waiting(),
             partial=self.partly_reduced(),
@@ -560,20 +635,29 @@ class Runtime(Phases):
         fresh["attributes"], fresh["hooks"] = Attributes(), Hooks()
         return super().fresh() | fresh
 
-    def _require_stepped_here(self, program: Program) -> None:
-        """Raise StepError for a gradient or hook that ``optimizer_in_backward`` would ignore."""
+    def require_stepped_here(
+        self, program: Program, what: str = "optimizer_in_backward", without: str = ""
+    ) -> None:
+        """Raise StepError for a gradient or hook that `what`, which steps, would ignore.
+
+        Args:
+            program: that steps.
+            what: an option, or a verb.
+            without: what to do to step otherwise.
+        """
+        without = without or f"leave {what} out"
         for fqn in transfers.stepped(program):
             if autograd.has_gradient_hooks(self.slots[fqn].tensor):
                 raise StepError(
-                    f"parameter {fqn!r} has a hook on its gradient, which optimizer_in_backward "
-                    f"steps without it. Remove the hook, or leave optimizer_in_backward out."
+                    f"parameter {fqn!r} has a hook on its gradient, which {what} "
+                    f"steps without it. Remove the hook, or {without}."
                 )
             if self.slots[fqn].tensor.grad is not None:
                 raise StepError(
                     f"parameter {fqn!r} has a gradient from outside of the model's forward, and "
-                    f"optimizer_in_backward steps those of the program alone. Read it under "
-                    f"torch.no_grad(), make the reading code part of forward, or leave "
-                    f"optimizer_in_backward out; .grad = None drops it."
+                    f"{what} steps those of the program alone. Read it under "
+                    f"torch.no_grad(), make the reading code part of forward, or {without}; "
+                    f".grad = None drops it."
                 )
 
     def _warn_of_hooks(self) -> None:

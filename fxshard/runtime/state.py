@@ -115,6 +115,30 @@ def _summand(local: Tensor, p: float) -> Tensor:
     return norm**p if math.isfinite(p) and p != 0 else norm
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """True if its mesh has ranks that hold different rows, be it one rank."""
+    return bool(_sharded_dims(tensor))
+
+
+def norms_of(
+    grads: Sequence[Tensor], squared: bool, dtype: torch.dtype, *, alone: bool = False
+) -> Tensor:
+    """The 2-norm of each of some gradients, as `clip_grad_norm_` has it: ``[n]``.
+
+    Args:
+        grads: this rank's rows, maybe none.
+        squared: what ranks add up, before that.
+        dtype: of the result, which they are computed in.
+        alone: the sum is of this rank alone, and the result its root.
+    """
+    made = torch.empty(len(grads), dtype=dtype, device=grads[0].device)
+    for place, grad in zip(made.unbind(), grads, strict=True):
+        torch.linalg.vector_norm(grad, 2.0, dtype=dtype, out=place)
+    if squared or alone:
+        made.pow_(2.0)
+    return made.pow_(0.5) if alone else made
+
+
 def _reduction(p: float) -> Any:
     return {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}.get(p, dist.ReduceOp.SUM)
 

@@ -92,14 +92,15 @@ class Phases(UnshardableStore):
             self.world.together("reshard between a forward and its backward", sorted(freed))
 
     def arguments(self, variant: Variant, batch: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Per rank that this process runs, the values of forward's placeholders.
+        """Per rank that this process runs, the values of forward's placeholders, or a step's.
 
         Raises:
             StepError: a phase failed, and has left gradients, parameters or buffers half-written.
         """
         self._require_complete()
         ranks = self.world.ranks if isinstance(self.world, InProcessWorld) else 1
-        program, nodes = variant.program, variant.executor.forward_inputs
+        program, executor = variant.program, variant.executor
+        nodes = executor.step_inputs if program.whole else executor.forward_inputs
         rows = [[self.value(node, program, batch, rank) for node in nodes] for rank in range(ranks)]
         for row in rows[1:]:  # each rank writes one of its own; the first one's is kept
             for i, tag in enumerate(map(tags.get, nodes)):
@@ -350,7 +351,7 @@ class Step(torch.autograd.Function):
             world.begin_backward(ctx.call)
             runtime.gathered_in = ctx.states
             try:
-                with runtime.as_traced(), _undone_or_refused(call):
+                with runtime.as_traced(), undone_or_refused(call):
                     results = executor.backward(args)
             finally:
                 runtime.gathered_in = {}
@@ -460,7 +461,7 @@ def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> 
 
 
 @contextlib.contextmanager
-def _undone_or_refused(call: Call) -> Iterator[None]:
+def undone_or_refused(call: Call) -> Iterator[None]:
     """After an exception in backward, restore the sums of gradients, or refuse further calls.
 
     Calls are refused if backward has already added to accumulated gradients or stepped parameters.
@@ -481,7 +482,8 @@ def _undone_or_refused(call: Call) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ended = f"backward ended with an exception ({type(error).__name__})"
+        what = "a step" if program.whole else "backward"
+        ended = f"{what} ended with an exception ({type(error).__name__})"
         found = [(sums, fqn, [(ref(), v) for ref, v in refs]) for sums, fqn, refs in before]
         left = [pair for *_, pairs in found for pair in pairs]
         if all(t is not None and autograd.version(t) == v for t, v in left):
@@ -499,7 +501,8 @@ def _undone_or_refused(call: Call) -> Iterator[None]:
             runtime.refuse_until_written(
                 "stepped",
                 f"{ended} that had stepped {runtime.just_stepped[0]!r} and not all parameters "
-                f"(optimizer_in_backward=True): load the last checkpoint.",
+                f"({'compile_step' if program.whole else 'optimizer_in_backward=True'}): load the "
+                f"last checkpoint.",
                 [("shard", fqn) for fqn in transfers.stepped(program)],
             )
         raise

@@ -26,7 +26,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -280,13 +280,15 @@ class _Watched(Runtime):
         super().__init__(*given)
         self.stepped: Seen = {}
 
-    def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
+    def step_parameters(
+        self, fqns: list[str], grads: list[list[Tensor]], scales: Sequence[Tensor] = ()
+    ) -> OnShards:
         for fqn, *shards in zip(fqns, *grads, strict=True):
             param = self.slots[fqn].param
             rows = torch.cat(shards[: len(self.slots[fqn].shards)], param.shard_dim)
             rows = rows.narrow(param.shard_dim, 0, param.shape[param.shard_dim])
             self.stepped["gradient", fqn] = rows.clone()
-        return super().step_parameters(fqns, grads)
+        return super().step_parameters(fqns, grads, scales)
 
 
 def _compiled(work: Workload) -> tuple[Seen, Program]:

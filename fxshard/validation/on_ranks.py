@@ -240,12 +240,14 @@ class _Watched(Runtime):
         super().__init__(*given)
         self.stepped: dict[str, Part] = {}
 
-    def step_parameters(self, fqns: list[str], grads: list[list[Tensor]]) -> OnShards:
+    def step_parameters(
+        self, fqns: list[str], grads: list[list[Tensor]], scales: Sequence[Tensor] = ()
+    ) -> OnShards:
         for fqn, shard in zip(fqns, grads[0], strict=True):
             held = part(self.slots[fqn].tensor)
             rows = shard.narrow(held.dim, 0, held.tensor.shape[held.dim])
             self.stepped[fqn] = dataclasses.replace(held, tensor=rows.clone())
-        return super().step_parameters(fqns, grads)
+        return super().step_parameters(fqns, grads, scales)
 
 
 def _steps(work: Workload, rank: int, steps: int) -> list[Left]:

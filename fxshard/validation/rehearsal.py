@@ -12,15 +12,18 @@ from fxshard._torch import inductor, process_groups, trees
 from fxshard.capture.held import copied
 from fxshard.codegen.emit import Executor, TracedExecutor
 from fxshard.codegen.given_optimizer import make_optimizer
+from fxshard.codegen.users_optimizer import UsersOptimizer
 from fxshard.config.world_size import grid
 from fxshard.errors import StepError
 from fxshard.ir.program import Program
 from fxshard.ir.splitting import configured_units
+from fxshard.ir.whole import Whole
 from fxshard.memory.category import Category
 from fxshard.memory.report import MemoryReport
 from fxshard.plans.workload import Workload
 from fxshard.runtime.module import FxshardModule, sharded
 from fxshard.runtime.sharding import Sharding
+from fxshard.runtime.whole_step import CompiledStep
 from fxshard.runtime.world.mesh import beside_tensor_parallel, mesh_of, world_over
 from fxshard.validation.compare import Validation, compare
 from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
@@ -46,7 +49,11 @@ def tracked(work: Workload, steps: int) -> list[Measured]:
             )
         return made
 
-    tracked_steps(sharded(on_this_rank(work), make_executor), work, tracker, steps)
+    model = sharded(on_this_rank(work), make_executor)
+    if work.whole is not None:
+        tracked_whole_steps(model, work, work.whole, tracker, steps)
+    else:
+        tracked_steps(model, work, tracker, steps)
     return tracker.measured()
 
 
@@ -82,16 +89,9 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
         optimizer = make_optimizer(runtime.config.optimizer, list(named.values()), list(named))
         tracker.optimizer_state(optimizer)  # Adagrad has it from the start
     args, kwargs = work.call
-    leaves, _ = trees.tree_flatten(work.call)
     runtime.start_at(work.call, work.tangents)
     program = runtime.variant(args, kwargs).program
-    shards = (s for slot in runtime.slots.values() for s in slot.shards)
-    tracker.know(shards, Category.SHARDED_PARAM, host=program.offloaded)
-    tracker.know(runtime.ignored_params(), Category.SHARDED_PARAM)
-    tracker.know([*model.buffers(), *program.constants.values()], Category.BUFFER)
-    inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    tracker.know(inputs, Category.INPUTS)  # and what the loss reads, once it does
-    del shards
+    inputs = _know_what_is_held(model, work, program, tracker)
     trained = [param for param in model.parameters() if param.requires_grad]
     hooks = [param.register_hook(tracker.gradient) for param in trained if not in_backward]
     with tracker:
@@ -117,6 +117,41 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
             tracker.at()
     for hook in hooks:
         hook.remove()
+
+
+def tracked_whole_steps(
+    model: FxshardModule, work: Workload, whole: Whole, tracker: Tracker, steps: int
+) -> None:
+    """The same with one program of a whole step: the caller drops the loss and the norm."""
+    named = dict(model.named_parameters())
+    given = UsersOptimizer.checked(work.config.optimizer, named)
+    step = CompiledStep(model, whole, given.over(named), work.config)
+    tracker.optimizer_state(step.optimizer)
+    args, kwargs = work.call
+    step.trace(args, kwargs)
+    _know_what_is_held(model, work, step.plan.program, tracker)
+    with tracker:
+        for _ in range(steps):
+            step(*args, **kwargs)
+            tracker.at()
+            tracker.begin("zero_grad")
+            step.grad_norm = None
+            tracker.at()
+
+
+def _know_what_is_held(
+    model: FxshardModule, work: Workload, program: Program, tracker: Tracker
+) -> list[torch.Tensor]:
+    """Tell the tracker of all that is there before a step; returns the batch."""
+    runtime = model._fxshard
+    shards = (s for slot in runtime.slots.values() for s in slot.shards)
+    tracker.know(shards, Category.SHARDED_PARAM, host=program.offloaded)
+    tracker.know(runtime.ignored_params(), Category.SHARDED_PARAM)
+    tracker.know([*model.buffers(), *program.constants.values()], Category.BUFFER)
+    leaves, _ = trees.tree_flatten(work.call)
+    inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tracker.know(inputs, Category.INPUTS)  # and what the loss reads, once it does
+    return inputs
 
 
 def _forward_backward(

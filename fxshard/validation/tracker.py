@@ -386,6 +386,15 @@ class WatchedWorld:
         self._tracker.mark(made, Category.ALL_GATHER)
         return made
 
+    def reduce_norms(
+        self, norms: list[Tensor], pair: int, group: str = "shard", op: str = "sum"
+    ) -> list[Tensor]:
+        """See `fxshard.runtime.world.World`: these are no gradients."""
+        self._tracker.of_model = True
+        made = self._world.reduce_norms(norms, pair, group, op)
+        self._tracker.of_model = False
+        return made
+
     def comm_hook(self, grads: list[Tensor], pair: int) -> list[Tensor]:
         """See `fxshard.runtime.world.World`."""
         self._tracker.sent(grads)

@@ -1,8 +1,8 @@
 """One check per Fact. A check raises VerifyError with the node at fault, or returns.
 
 The files: `applies` (when a Fact must hold), `structure` (edges, tags, units, launches),
-`buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `offloads`, `storages`, `streams`,
-`joined` and `schedules`.
+`buckets`, `checkpoints`, `parameters`, `gradients`, `steps`, `clipped`, `offloads`, `storages`,
+`streams`, `joined` and `schedules`.
 `walk` has what several of them look for in a graph.
 """
 
@@ -15,6 +15,7 @@ from fxshard.ir.program import Fact, Program
 from fxshard.verify.applies import APPLIES
 from fxshard.verify.buckets import bucketed
 from fxshard.verify.checkpoints import recomputed
+from fxshard.verify.clipped import clipped
 from fxshard.verify.failure import fail
 from fxshard.verify.gradients import equal_chunks, reduced_once
 from fxshard.verify.joined import joined
@@ -61,6 +62,7 @@ CHECKS: dict[Fact, Callable[[Program], None]] = {
     Fact.ONE_DTYPE: one_dtype,
     Fact.EQUAL_CHUNKS: equal_chunks,
     Fact.STEPPED_ONCE: stepped_once,
+    Fact.CLIPPED: clipped,
     Fact.BOUNDED_INFLIGHT: bounded_inflight,
     Fact.OFFLOADED: offloaded,
     Fact.FREED: freed,

@@ -60,6 +60,12 @@ def stepped(program: Program) -> bool:
     return bool(steps) or (finished(program) and asked)
 
 
+def clipped(program: Program) -> bool:
+    return finished(program) or any(
+        len(node.args) > 3 for node in program.graph.find_nodes(op="call_function", target=ops.step)
+    )
+
+
 def joined(program: Program) -> bool:
     return finished(program) and program.common is not None
 
@@ -82,6 +88,7 @@ APPLIES: dict[Fact, Applies] = {
     Fact.EQUAL_CHUNKS: has(lambda spec: spec.collective or spec.role == "reshard"),
     Fact.ONE_DTYPE: has(lambda spec: spec.collective),
     Fact.STEPPED_ONCE: stepped,
+    Fact.CLIPPED: clipped,
     Fact.OFFLOADED: has(lambda spec: spec.of_activations),
     Fact.FREED: frees,
     Fact.NO_USE_AFTER_FREE: frees,

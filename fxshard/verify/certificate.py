@@ -58,8 +58,15 @@ def _line(program: Program, launch: fx.Node, *, sized: bool) -> str:
     sent = [tensor for node in tags.operands(launch) for tensor in tags.tensors(node.meta["val"])]
     items = {walk.item_index(item): item for item in launch.users if walk.is_item_of(item, launch)}
     what = ", ".join(
-        f"{tags.get(items[i]).fqn or '+'.join(_inside(node))}"
-        + (f" {dump.types(tensor)}" if sized else "")
+        " ".join(
+            filter(
+                None,
+                (
+                    tags.get(items[i]).fqn or "+".join(_inside(node)),
+                    dump.types(tensor) if sized else "",
+                ),
+            )
+        )
         for i, (node, tensor) in enumerate(zip(tags.operands(launch), sent, strict=True))
     )
     if not sized:

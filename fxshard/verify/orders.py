@@ -7,7 +7,8 @@ Two operators on different streams need an order in these cases, and in no other
   the compute stream (it may allocate a result, or temporary memory), come after all that ever
   touched a storage that is freed by then, and after such kernels;
 - a phase begins or ends: the first launches come after what the caller did before (an optimizer
-  wrote shards, a loss used memory), and the caller continues after what the other streams did.
+  wrote shards, a loss used memory), and the caller continues after what the other streams did. Of a
+  whole step, both phases are one.
 
 The second is CUDA's caching allocator's (c10/cuda/CUDACachingAllocator.cpp): a block belongs to the
 stream that was current when it was allocated. When it is freed it goes back at once to the free
@@ -95,7 +96,8 @@ def steps(program: Program) -> Iterator[Step]:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        if before is None or tags.get(node).phase != tags.get(before).phase:
+        begins = not program.whole and tags.get(node).phase != tags.get(before or node).phase
+        if before is None or begins:
             if before is not None:
                 yield walker.end(before)
             yield walker.entry(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import fx
 
 from fxshard.ir import ops, tags
@@ -27,7 +29,7 @@ def stepped_once(program: Program) -> None:
     for node in steps:
         if not program.sync:
             fail(program, fact, node, f"%{node.name} steps under no_sync.")
-        grads, shards, fqns = node.args
+        grads, shards, fqns = node.args[:3]
         if not len(grads) == len(shards) == len(fqns):
             fail(program, fact, node, f"%{node.name} takes lists of different lengths.")
         for fqn, shard in zip(fqns, shards, strict=True):
@@ -45,7 +47,8 @@ def _nothing_after(
     program: Program, step: fx.Node, order: dict[fx.Node, int], waits: dict[int | None, fx.Node]
 ) -> None:
     """After `step` only frees use what it takes, and no launch that reads it is in flight."""
-    mine = set().union(*map(tags.storage_ids, step.all_input_nodes))
+    taken = [*tags.operands(step), *cast("list[fx.Node]", step.args[1])]
+    mine = set().union(*map(tags.storage_ids, taken))
     for node in program.graph.nodes:
         if node is step or node.op != "call_function" or ops.ends(node):
             continue

@@ -13,6 +13,7 @@ from torch import nn
 import fxshard
 from benchmarks import (
     chunk_loss,
+    compile_step,
     figures,
     first_step,
     front,
@@ -344,6 +345,17 @@ def test_chunk_loss_smoke(results: Path) -> None:
     assert (full["chunk_loss"], chosen["chunk_loss"]) == (False, True)
     assert chosen["peak_bytes"] < full["peak_bytes"] and chosen["nodes"] > full["nodes"]
     assert [row["chunk_loss"] for row in found["times"]] == [False, True, 256]
+
+
+@pytest.mark.slow
+def test_compile_step_smoke(tmp_path: Path) -> None:
+    """On two real ranks, whose losses it compares."""
+    assert compile_step.main(["--smoke", "--out", str(tmp_path / "compile_step.json")]) == 0
+    found = read(tmp_path, "compile_step")
+    assert [row["max_norm"] for row in found["steps"]] == [1.0, None]
+    assert all(row["step / loop"] > 0 and row["step"]["count"] == 3 for row in found["steps"])
+    kept, recomputed = found["peaks"]
+    assert recomputed["step"] <= kept["step"] <= kept["loop"]
 
 
 @pytest.mark.slow

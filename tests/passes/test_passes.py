@@ -25,8 +25,10 @@ from fxshard.ir.needs import Needs
 from fxshard.ir.program import Program
 from fxshard.ir.splitting import find_units
 from fxshard.passes.async_tensor_parallel import AsyncTensorParallel
+from fxshard.passes.begin_backward import BeginBackward
 from fxshard.passes.bucket import Bucket
 from fxshard.passes.chunk_loss import ChunkLoss
+from fxshard.passes.clip_steps import ClipSteps
 from fxshard.passes.cut_rows import CutRows
 from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.passes.insert_step import InsertStep
@@ -53,7 +55,9 @@ aten = torch.ops.aten
 
 # Passes that a pipeline has where an option asks for them, and before which one.
 ASKED_FOR = {
+    "begin_backward": "launch_collectives",
     "insert_step": "launch_collectives",
+    "clip_steps": "launch_collectives",
     "join_ranks": "bucket",
     "async_tensor_parallel": "launch_collectives",
     "offload_activations": "reinplace",
@@ -265,6 +269,8 @@ def skipped() -> Program:
 
 one = partial(graphs.chain, 1)
 padded = partial(graphs.parse, PADDED, root)
+
+
 CASES: dict[str, tuple[pipeline.Pass, Build]] = {
     f"{name}.{case}": (step or PASSES[name], build)
     for name, case, step, build in [
@@ -403,6 +409,13 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ("prefetch", "max_inflight", Prefetch(3, 3, max_inflight=2), partial(graphs.chain, 3)),
         ("prefetch", "hybrid_offload", None, partial(graphs.chain, replicas=2, offloaded=True)),
         ("insert_step", "chain", InsertStep(), partial(graphs.chain, optimizer_in_backward=True)),
+        ("begin_backward", "chain", BeginBackward(), lambda: graphs.chain(whole=True)),
+        (
+            "clip_steps",
+            "chain",
+            ClipSteps(),
+            lambda: graphs.chain(optimizer_in_backward=True, max_norm=1.0),
+        ),
         (
             "async_tensor_parallel",
             "along_the_sequence",
@@ -450,11 +463,13 @@ BUCKETS = {
 }
 
 
-def before(name: str, program: Program, bucket: Bucket | None = None) -> None:
-    """Run the passes of the default pipeline that come before `name`; with another `bucket`."""
+def before(case: str, program: Program, bucket: Bucket | None = None) -> None:
+    """Run the passes of the default pipeline that come before `case`; with another `bucket`."""
+    name = case
     names, passes = list(PASSES), PASSES | {"bucket": bucket or Bucket()}
     name = ASKED_FOR.get(name, name)
-    pipeline.run(program, [passes[each] for each in names[: names.index(name)]])
+    first = [InsertStep()] if case.startswith("clip_steps") else []
+    pipeline.run(program, [*(passes[each] for each in names[: names.index(name)]), *first])
 
 
 def after(program: Program) -> str:
@@ -476,12 +491,12 @@ def test_golden(case: str) -> None:
     program = build()
     before(case.partition(".")[0], program, BUCKETS.get(case))
     values = graphs.random_values(build())
-    text, numbers = dump.text(program), graphs.run(program, values)
-    of_each = graphs.run(program, values, apart=True)
+    steps = step.name == "clip-steps"  # before it, too
+    text, numbers = dump.text(program), {} if steps else graphs.run(program, values)
+    of_each = {} if steps else graphs.run(program, values, apart=True)
     pipeline.run(program, [step], check_each=True)
-    if (
-        step.name != "insert-step"
-    ):  # returns no gradients: tests/codegen/test_optimizer_in_program.py
+    # Those that step return no gradients, and another one arrives: tests/end_to_end.
+    if step.name not in ("begin-backward", "insert-step", "clip-steps"):
         ours = graphs.run(program, values)
         zeros = {key: ours.pop(key) for key in ours.keys() - numbers.keys()}
         assert bool(zeros) == (step.name == "join-ranks") and not any(

@@ -17,7 +17,7 @@ from fxshard.ir.splitting import find_units
 from tests.zoo import MODELS
 
 # Not of every program: with an optimizer in it; where ranks differ; with offloaded activations.
-ALWAYS = set(Fact) - {Fact.STEPPED_ONCE, Fact.JOINED, Fact.OFFLOADED}
+ALWAYS = set(Fact) - {Fact.STEPPED_ONCE, Fact.CLIPPED, Fact.JOINED, Fact.OFFLOADED}
 
 
 def find(program: Program, name: str) -> fx.Node:

@@ -243,10 +243,19 @@ class C10dWorld(AgreeingRank):
     def all_reduce(
         self, grads: list[Tensor], pair: int, group: str = "replicate", op: str = "avg"
     ) -> list[Tensor]:
+        return self._all_reduce([grad.resolve_conj() for grad in grads], pair, group, op)
+
+    def reduce_norms(
+        self, norms: list[Tensor], pair: int, group: str = "shard", op: str = "sum"
+    ) -> list[Tensor]:
+        return self._all_reduce(norms, pair, group, op, ops.reduce_norms)
+
+    def _all_reduce(
+        self, grads: list[Tensor], pair: int, group: str, op: str, operator: Any = ops.all_reduce
+    ) -> list[Tensor]:
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = OPS[op]
-        grads = [grad.resolve_conj() for grad in grads]
-        with self._launch(ops.all_reduce, pair, group) as launch:
+        with self._launch(operator, pair, group) as launch:
             # Flat: gloo copies the one tensor of a launch back from a view of its shape, which must
             # have its strides, also those of dimensions with one element.
             sent = launch.aliases(as_real(grad).view(-1) for grad in grads)

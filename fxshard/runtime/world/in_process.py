@@ -67,7 +67,8 @@ class InProcessWorld:
         Args:
             graph: the outer graph of one phase.
             regions: a function per region name; takes (and clears) a list of arguments.
-                "step", "keep" and "kept" are the functions that operators of these names call.
+                "step", "grad_norms", "keep" and "kept" are the functions that operators of these
+                names call.
             random: names of the regions that draw random numbers.
             args: per rank, the values of the placeholders.
 
@@ -92,7 +93,13 @@ class InProcessWorld:
                         env[row] = function(values)
             elif row.target is ops.step:
                 grads = [[env[n] for n in tags.operands(row)] for env in envs]
-                regions["step"](list(row.args[2]), grads)
+                scales = [env[row.args[3]] for env in envs] if len(row.args) > 3 else []
+                regions["step"](list(row.args[2]), grads, scales)
+            elif row.target is ops.grad_norms:
+                grads = [[env[n] for n in tags.operands(row)] for env in envs]
+                made = regions["grad_norms"](list(row.args[1]), grads, *row.args[2:])
+                for env, values in zip(envs, made, strict=True):
+                    env[row] = values
             elif row.target is ops.keep:
                 regions["keep"](row.args[1], [[env[n] for n in tags.operands(row)] for env in envs])
             elif row.target is ops.kept:
@@ -163,6 +170,10 @@ class InProcessWorld:
             for value in values:
                 value.copy_(total)
         return ranks
+
+    def reduce_norms(self, ranks: Ranks, op: str = "sum") -> Ranks:
+        """The sum over all ranks, in place."""
+        return self.all_reduce(ranks, op)
 
     def reduce_now(self, ranks: Ranks, op: str = "max") -> Ranks:
         """The reduction over all ranks, a copy for each."""
