@@ -289,7 +289,7 @@ def _compiled(
 @with_options
 def compile_step(
     model: Any,
-    loss: Callable[[Any, Any], torch.Tensor] | None,
+    loss: Callable[..., torch.Tensor] | None,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     /,
     *,
@@ -316,7 +316,9 @@ def compile_step(
     Args:
         model: as for `compile`, which shards it; or what `compile` or `fully_shard` returned.
         loss: called with what the model returns and the last positional argument of the step, it
-            returns a scalar tensor. None: the model returns the loss, and gets all arguments.
+            returns a scalar tensor. In a step without positional arguments it gets what the model
+            returns alone: ``lambda output: output.loss``, and ``step(**batch)``. None: the model
+            returns the loss, and gets all arguments.
         optimizer: a `torch.optim.Optimizer` over the parameters of `model`, sharded or not: it
             stays the user's object, and gets the sharded ones, with the rows of its state. Or a
             callable, as for the option ``optimizer``, which may be given by keyword too. Its class

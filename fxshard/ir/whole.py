@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,24 +26,26 @@ class Whole:
 
     Attributes:
         loss: called with what the model returns and the last positional argument of the step, the
-            target; None: the model returns the loss, and gets all arguments.
+            target; in a step without positional arguments, with what the model returns alone. None:
+            the model returns the loss, and gets all arguments.
         max_norm: gradients are scaled so that the norm of all of them is at most this; None: they
             are not.
     """
 
-    loss: Callable[[Any, Any], torch.Tensor] | None
+    loss: Callable[..., torch.Tensor] | None
     max_norm: float | None
 
     def split(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The positional arguments of the model, and of the loss after the model's output."""
         if self.loss is None:
             return tuple(args), ()
-        if not args:
+        if not args and not _takes_one(self.loss):
             raise CaptureError(
                 "a step with a loss was called without a target: its last positional argument goes "
-                "to the loss, step(batch, target). Give loss=None if the model returns the loss."
+                "to the loss, step(batch, target). Give loss=None if the model returns the loss, "
+                "or a loss of the output alone, such as lambda output: output.loss."
             )
-        return tuple(args[:-1]), (args[-1],)
+        return tuple(args[:-1]), tuple(args[-1:])
 
     def require_scalar(self, value: Any) -> None:
         """Raise CaptureError if `value` is nothing that ``backward()`` can be called on."""
@@ -60,3 +63,14 @@ class Whole:
             f"scalar tensor that is computed of the parameters, such as loss.mean(); of several "
             f"values, the loss alone."
         )
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """False if `function` cannot be called with one positional argument; True if nobody knows."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin
+        pass
+    return True

@@ -112,6 +112,44 @@ def test_several_arguments_and_trees() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+class Labelled(nn.Module):
+    """As Hugging Face's: the loss is one of several things that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": loss_fn(logits, labels), "logits": logits}
+
+
+def of_output(output: dict[str, Tensor]) -> Tensor:
+    return output["loss"]
+
+
+def of_calls_by_name(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    ours, theirs = Labelled(), Labelled()
+    optimizer = OPTIMIZERS["adamw"](ours.parameters())
+    fully_shard(theirs)
+    reference = OPTIMIZERS["adamw"](theirs.parameters())
+    step: Any = fxshard.compile_step(ours, of_output, optimizer)
+    for number in range(3):
+        x, y = batch(rank, number)
+        loss = of_output(theirs(x=x, labels=y))
+        loss.backward()
+        reference.step()
+        reference.zero_grad()
+        assert torch.equal(step(x=x, labels=y), loss.detach())
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+
+
+def test_a_loss_of_the_output_alone(ranks: Any) -> None:
+    ranks(2).run(of_calls_by_name)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"chunk_loss": 2}, {"backend": "inductor"}, {"checkpoint": "full", "backend": "inductor"}],
