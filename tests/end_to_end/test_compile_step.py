@@ -72,6 +72,36 @@ def test_five_steps_of_each_optimizer(ranks: Any, name: str, max_norm: float | N
     ranks(2).run(as_the_loop, "default", name, max_norm)
 
 
+def of_many_ranks(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Bitwise the compiled loop; FSDP2 adds up three numbers in another order."""
+    model = fsdp2()
+    want = looped(model, OPTIMIZERS["adamw"](model.parameters()), MAX_NORM)
+    compiled = fxshard.compile(net(), units=UNITS, **options)
+    loop = looped(compiled, OPTIMIZERS["adamw"](compiled.parameters()), MAX_NORM)
+    plain = net()
+    step: Any = fxshard.compile_step(
+        plain,
+        loss_fn,
+        OPTIMIZERS["adamw"](plain.parameters()),
+        max_norm=MAX_NORM,
+        units=UNITS,
+        **options,
+    )
+    found = stepped(step)
+    assert_same(found, loop)
+    for key, value in want.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("options", [{}, {"pack_bytes": 0}], ids=["packed", "apart"])
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.sample(2)
+def test_norms_of_more_ranks_add_up_in_the_same_order(
+    ranks: Any, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(of_many_ranks, options)
+
+
 def beside_eager(rank: int, world_size: int) -> None:
     """The mean of the ranks' losses is that of the joined batch."""
     eager = net()
