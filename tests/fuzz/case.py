@@ -153,6 +153,7 @@ class Case:
     processes: real gloo ranks, each with its own batch; else all ranks in this process.
     micro_batches, no_sync: accumulation of gradients.
     evaluates: one call in eval mode without gradients at the end.
+    whole: `fxshard.compile_step`, one program of each step.
     """
 
     seed: int
@@ -166,6 +167,7 @@ class Case:
     micro_batches: int = 1
     no_sync: bool = False
     evaluates: bool = False
+    whole: bool = False
 
     @property
     def ranks(self) -> int:
@@ -417,7 +419,8 @@ def drawn_case(seed: int, processes: bool | None = None) -> Case:
                 case = other if other == case or trainable(other) else case
                 case = options_module.later(rng, options_module.placed(rng, case))
                 other = options_module.in_fsdp1s_precision(rng, case)
-                return other if other == case or trainable(other) else case
+                case = other if other == case or trainable(other) else case
+                return options_module.in_whole_steps(rng, case)
     raise AssertionError(f"no program for seed {seed}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import signal
 import traceback
@@ -14,7 +15,13 @@ import torch
 from torch import Tensor
 
 import fxshard
+from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, PassError, UnknownSizeError, VerifyError
+from fxshard.ir.whole import Whole
+from fxshard.plans.plan import make_plan
+from fxshard.plans.workload import Workload
+from fxshard.runtime.whole_step import step_config
+from fxshard.validation.rehearsal import bytes_beside
 from tests import captures, texts
 from tests.fuzz.case import Case
 from tests.fuzz.reference import MORE, Reference, apart, largest, reference
@@ -124,6 +131,12 @@ def bytes_of(case: Case) -> Verdict:
     """Static bytes beside the tracker's."""
     space = case.program.space()
     options = case.evaluated(space) | {"optimizer": eval(case.optimizer, space)}
+    if case.whole:
+        made = options.pop("optimizer")
+        config = step_config(Config.from_options(options), made)
+        call, whole = ((), space["batch"](0, 0)), Whole(space["loss_of"], math.inf)
+        work = Workload(initial(space), call, case.world, config, whole=whole)
+        return of_bytes(bytes_beside(work, make_plan(work).memory, 3))
     found = fxshard.validate(
         initial(space),
         kwargs=space["batch"](0, 0),
@@ -133,6 +146,10 @@ def bytes_of(case: Case) -> Verdict:
         no_sync=case.no_sync,
         **options,
     )
+    return of_bytes(found)
+
+
+def of_bytes(found: fxshard.Validation) -> Verdict:
     if found.unknown:
         return Verdict("right", unknown=True)
     if found.max_abs_difference:

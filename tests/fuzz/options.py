@@ -83,6 +83,8 @@ FSDP1 = (
     "buffer_dtype=torch.float64",
     "param_dtype=torch.float64, buffer_dtype=torch.float64",
 )
+# Options that `fxshard.compile_step` refuses by name.
+NOT_WHOLE = {"offload", "dynamic", "memory_budget", "ranks_may_differ", "ignored", "optimizer"}
 PLACEMENTS = (
     "lambda param: Shard(param.ndim - 1) if param.ndim else None",
     "lambda param: Shard(1) if param.ndim == 2 else None",
@@ -192,3 +194,14 @@ def in_fsdp1s_precision(rng: random.Random, case: Case) -> Case:
     policy = f"MixedPrecision({rng.choice(FSDP1)}, _module_classes_to_ignore=())"
     named |= {"mixed_precision": policy, "units": repr(list(case.units))}
     return dataclasses.replace(case, options=tuple(named.items()))
+
+
+def in_whole_steps(rng: random.Random, case: Case) -> Case:
+    """At times `case` with one program of each step, where there may be one."""
+    names = {name for name, _ in case.options}
+    apart = case.micro_batches > 1 or any(
+        "requires_grad" in code for _, code in case.program.inputs
+    )
+    if rng.random() > 0.08 or apart or names & NOT_WHOLE:
+        return case
+    return dataclasses.replace(case, whole=True)

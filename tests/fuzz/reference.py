@@ -179,6 +179,9 @@ def run(case: Case, exact: bool = False, nudge: int | None = None) -> list[Seen]
                 for name, _ in replica.model.named_parameters():
                     grad = reduced[rank].get(name)
                     seen[rank][f"gradient {step} {name}"] = None if grad is None else grad.clone()
+                if case.whole:
+                    norms = [grad.norm() for grad in reduced[rank].values()]
+                    seen[rank][f"norm {step}"] = torch.stack(norms).norm()
             apply(replicas, optimizers, reduced)
     for rank, replica in enumerate(replicas):
         seen[rank] |= states(replica.model)
@@ -199,6 +202,9 @@ def run(case: Case, exact: bool = False, nudge: int | None = None) -> list[Seen]
             for key, value in states(replica.model).items():
                 if key.startswith("buffer"):
                     seen[rank][f"{key} evaluated"] = value
+    if case.whole:  # there is nothing between forward and backward
+        gone = ("output", "input gradient", "gradient")
+        seen = [{k: v for k, v in each.items() if not k.startswith(gone)} for each in seen]
     return seen
 
 

@@ -39,6 +39,28 @@ if __name__ == "__main__":{start}
     for a, b in zip([*eager.parameters(), *eager.buffers()], [*ours.parameters(), *ours.buffers()]):
         print(a, getattr(b, "full_tensor", lambda: b)())
 """
+WHOLE = """
+if __name__ == "__main__":{start}
+    torch.manual_seed(0)
+    eager = Model()
+    model = copy.deepcopy(eager)
+    step = fxshard.compile_step(
+        model, loss_of, make(list(model.parameters())), max_norm=float("inf"),
+        world_size={world},{options}
+    )
+    optimizer = make(list(eager.parameters()))
+    for number in range({steps}):
+        torch.manual_seed(10_000 * number + rank)
+        loss = loss_of(eager(**batch(rank, number)))
+        loss.backward()
+        {reduce}optimizer.step()
+        optimizer.zero_grad()
+        torch.manual_seed(10_000 * number + rank)
+        print(number, "loss", loss, step(**batch(rank, number)))
+    sides = ([*m.parameters(), *m.buffers()] for m in (eager, model))
+    for a, b in zip(*sides):
+        print(a, getattr(b, "full_tensor", lambda: b)())
+"""
 RANKS = """
     import os
     import torch.distributed as dist
@@ -55,6 +77,7 @@ def script(case: Case, verdict: Verdict) -> str:
     """Imports, the program, and the loop that shows what is not as it should be."""
     named = "".join(f"\n        {name}={code}," for name, code in case.options)
     sizes = verdict.kind == "bytes" or verdict.reason.startswith("validate")
+    sizes = sizes and not case.whole  # step.memory says them
     if sizes and not any(name == "optimizer" for name, _ in case.options):
         named += f"\n        optimizer={case.optimizer},"
     if not sizes and any(name == "memory_budget" for name, _ in case.options):
@@ -71,7 +94,8 @@ def script(case: Case, verdict: Verdict) -> str:
     }
     head = "import fxshard\n"
     if "MixedPrecision" in named or "Offload" in named:
-        head += "from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy\n"
+        names = "CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy"
+        head += f"from torch.distributed.fsdp import {names}\n"
     make = "" if sizes else f"\nmake = {case.optimizer}\n"
-    body = (VALIDATE if sizes else TRAIN).format(**filled)
+    body = (VALIDATE if sizes else WHOLE if case.whole else TRAIN).format(**filled)
     return head + case.program.code() + make + "\n" + body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,6 +99,8 @@ def train(case: Case, rank: int, world_size: Any) -> Seen:
     if "memory_budget" in options:
         options["kwargs"] = space["batch"](rank, 0)
     source = initial(space)
+    if case.whole:
+        return train_in_whole_steps(case, rank, world_size, source, space, options)
     model: Any = fxshard.compile(source, world_size=world_size, **options)
     params = list(model.parameters())
     optimizer = None if case.in_backward else eval(case.optimizer, space)(params)
@@ -114,7 +117,37 @@ def train(case: Case, rank: int, world_size: Any) -> Seen:
                 seen[f"gradient {step} {name}"] = None if p.grad is None else full(p.grad)
             optimizer.step()
             optimizer.zero_grad()
-    seen |= states(model)
+    return seen | at_the_end(case, rank, model, space)
+
+
+def train_in_whole_steps(
+    case: Case, rank: int, world_size: Any, source: nn.Module, space: Any, options: Any
+) -> Seen:
+    """The same by `fxshard.compile_step`, which leaves losses, norms and what has changed."""
+    import fxshard
+
+    make = eval(case.optimizer, space)
+    made = make(list(source.parameters())) if case.seed % 2 else make
+    step: Any = fxshard.compile_step(
+        source, space["loss_of"], made, max_norm=math.inf, world_size=world_size, **options
+    )
+    seen: Seen = {}
+    for number in range(case.steps):
+        torch.manual_seed(seed_of(rank, number, 0))
+        batch = space["batch"](rank, number)
+        before = [t.detach().clone() for t in tensors(batch)]
+        seen[f"loss {number}.0"] = step(**batch)
+        seen[f"norm {number}"] = step.grad_norm
+        paths = ((p, v) for p, v in parts(batch, "") if isinstance(v, Tensor))
+        for (path, value), was in zip(paths, before, strict=True):
+            if not torch.equal(was, value.detach()):
+                seen[f"written input {number}.0 {path}"] = value.detach().clone()
+    return seen | at_the_end(case, rank, step.model, space)
+
+
+def at_the_end(case: Case, rank: int, model: Any, space: Any) -> Seen:
+    """Parameters and buffers after all steps; and what a call in eval mode gives."""
+    seen = states(model)
     if case.evaluates:
         model.eval()
         torch.manual_seed(seed_of(rank, case.steps, 0))
