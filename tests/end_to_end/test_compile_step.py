@@ -72,6 +72,23 @@ def test_five_steps_of_each_optimizer(ranks: Any, name: str, max_norm: float | N
     ranks(2).run(as_the_loop, "default", name, max_norm)
 
 
+def of_fully_shard(rank: int, world_size: int) -> None:
+    """A model of `fxshard.fully_shard`, in bf16; the norm alone is asked for."""
+    model = fsdp2(mp_policy=BF16)
+    want = looped(model, OPTIMIZERS["adamw"](model.parameters()), float("inf"))
+    ours: Any = net()
+    for layer in ours.layers:
+        fxshard.fully_shard(layer, mp_policy=BF16)
+    fxshard.fully_shard(ours, mp_policy=BF16)
+    optimizer = OPTIMIZERS["adamw"](ours.parameters())
+    step = fxshard.compile_step(ours, loss_fn, optimizer, max_norm=float("inf"))
+    assert_same(stepped(step), want)
+
+
+def test_a_model_of_fully_shard_and_a_norm_that_clips_nothing(ranks: Any) -> None:
+    ranks(2).run(of_fully_shard)
+
+
 def of_many_ranks(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Bitwise the compiled loop; FSDP2 adds up three numbers in another order."""
     model = fsdp2()
