@@ -41,14 +41,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from benchmarks.figures import RESULTS, geometric_mean, ratio, spread, write
 from benchmarks.models import EVERY, MODELS
-from benchmarks.peak_bytes import held_bytes, planned, tops
+from benchmarks.peak_bytes import held_bytes, peaks, planned
 from benchmarks.ranks import here, on_ranks
 from benchmarks.sides import Setting, Training
 from benchmarks.step_time import PHASES, alternating, slowest
@@ -152,17 +151,9 @@ def _on(mesh: DeviceMesh, recipe: Any, model: nn.Module, _: Setting) -> nn.Modul
 
 def peak(training: Training) -> int:
     """Most bytes at once in forward and backward, the median of three steps."""
-    found = []
     held = held_bytes(training)
-    for _ in range(3):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            training.step()  # so that the profiler knows what the next one frees
-            for phase, run in training.phases():
-                with record_function(f"phase {phase}"):
-                    run()
-        each = tops(seen.profiler.kineto_results.events(), held)
-        found.append(max(each["forward"], each["backward"]))
-    return sorted(found)[1]
+    found = [peaks(training, held) for _ in range(3)]
+    return sorted(max(each["forward"], each["backward"]) for each in found)[1]
 
 
 def least_bytes(plan: fxshard.Plan) -> int:

@@ -206,12 +206,7 @@ def measure(recipe: Model, side: str, world: int, setting: Setting, top: int = 0
         training = Training(recipe, side, setting)
         training.step()
         held = held_bytes(training)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            training.step()  # so that the profiler knows what the next one frees
-            for phase, run in training.phases():
-                with record_function(f"phase {phase}"):
-                    run()
-        phases = tops(seen.profiler.kineto_results.events(), held)
+        phases = peaks(training, held)
     if side == "fxshard" and top:
         memory = planned(recipe, world, setting).memory
         lines = str(memory.explain_peak(top, what_ifs=False)).splitlines()
@@ -249,6 +244,16 @@ def held_bytes(training: Training) -> int:
         storage = local.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
+
+
+def peaks(training: Training, held: int) -> dict[str, int]:
+    """Most bytes at once in each phase of a step; `held` are there between two steps."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        training.step()  # so that the profiler knows what the next one frees
+        for phase, run in training.phases():
+            with record_function(f"phase {phase}"):
+                run()
+    return tops(seen.profiler.kineto_results.events(), held)
 
 
 def tops(events: Sequence[Any], held: int) -> dict[str, int]:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import fxshard
 from benchmarks.models import FRONT, SMOKE, Model
-from benchmarks.peak_bytes import held_bytes, tops
+from benchmarks.peak_bytes import held_bytes, peaks
 from benchmarks.sides import Setting, Training, checkpointed
 from benchmarks.step_time import PHASES, alternating
 from fxshard._torch import dtensors
@@ -149,9 +148,4 @@ def bytes_above(training: Training) -> int:
 
 def peak(training: Training, held: int) -> int:
     """Most bytes at once in a step."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        training.step()  # so that the profiler knows what the next one frees
-        for phase, run in training.phases():
-            with record_function(f"phase {phase}"):
-                run()
-    return max(tops(seen.profiler.kineto_results.events(), held).values())
+    return max(peaks(training, held).values())
