@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import Adagrad
 
 import fxshard
@@ -77,3 +78,15 @@ def test_a_user_s_optimizer_has_the_bytes_of_one_that_is_made(ranks: Any) -> Non
     """The plan knows it before the first step, and does not step it."""
     peak = planned(MAX_NORM).memory.peak_bytes
     assert ranks(2).run(of_ranks) == [peak, peak]
+
+
+def test_a_step_of_a_model_without_data_is_a_plan() -> None:
+    """On the meta device: the same bytes as with numbers."""
+    given: Any = {"max_norm": MAX_NORM, "world_size": 2, "units": UNITS}
+    peaks = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model, call = net(), tuple(torch.empty_like(t, device=device) for t in batch(0, 0))
+        step = fxshard.compile_step(model, loss_fn, OPTIMIZERS["adamw"], args=call, **given)
+        peaks.append(step.memory.peak_bytes)
+    assert peaks[0] == peaks[1] > 0
