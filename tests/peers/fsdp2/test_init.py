@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing import assert_close
 
 import fxshard
+from tests.oracles import count_collectives
 from tests.peers.fsdp2.common import MLP, Transformer, made, pair, shard, train_alike
 from tests.ranks import told
 
@@ -85,7 +86,18 @@ def from_two_groups(rank: int, world_size: int) -> None:
     second = copy.deepcopy(first)
     shard(first, mesh=grid)
     shard(second, mesh=mesh)
-    assert_trains_on_both(first, second, torch.randn(4, 8))
+    x = torch.randn(4, 8)
+    assert_trains_on_both(first, second, x)
+    # Newer torches: reduce-scatters in a group of their own, of the ranks of the shard group.
+    second.set_separate_reduce_scatter_group()
+    for each in (first, second):
+        each.zero_grad()
+    with count_collectives() as seen:
+        assert_trains_on_both(first, second, x)
+    ranks = tuple(dist.get_process_group_ranks(groups[1]))
+    scatters = [call for call in seen.calls if call.kind == "reduce_scatter"]
+    assert {call.ranks for call in scatters} == {ranks}
+    assert len({call.group for call in scatters}) == 2
 
 
 def test_a_mesh_made_of_two_groups(ranks: Any) -> None:
