@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ from tests.oracles import count_collectives
 from tests.peers.fsdp2.common import MLP, Transformer, made, pair, shard, train_alike
 from tests.ranks import told
 
+INTEGERS = (
+    [torch.uint8],
+    [torch.int64],
+    [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64],
+)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 # -- meshes ----------------------------------------------------------------------------------------
@@ -240,6 +246,64 @@ def frozen_float8(rank: int, world_size: int) -> None:
     fxshard.fully_shard(model)
     assert model(0) is None
     assert model.low.dtype == torch.float8_e4m3fn and model.full.dtype == torch.float32
+
+
+class Counted(nn.Module):
+    """Parameters of integers, which forward reads (torch's own does not)."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype], frozen: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        if frozen:
+            self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
+        for i, dtype in enumerate(dtypes):
+            whole = torch.randint(0, 127, (16,), dtype=dtype)
+            self.register_parameter(f"whole{i}", nn.Parameter(whole, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        for name, param in self.named_parameters(recurse=False):
+            assert name == "frozen" or not param.is_floating_point()
+            out = out * (1 + param.to(out.dtype) / 128)
+        return out
+
+
+def of_integers(
+    rank: int, world_size: int, dtypes: Sequence[torch.dtype], half: bool, frozen: bool
+) -> None:
+    torch.manual_seed(0)
+    alone = Counted(dtypes, frozen)
+    model: Any = copy.deepcopy(alone)
+    fxshard.fully_shard(model, mp_policy=BF16 if half else MixedPrecisionPolicy())
+    batches = [torch.randn(4, 16) for _ in range(world_size)]
+    with count_collectives() as seen:
+        model(batches[rank]).sum().backward()
+    low = torch.bfloat16 if half else torch.float32
+    sizes = [(p.numel(), low if p.is_floating_point() else p.dtype) for p in alone.parameters()]
+    assert seen.nbytes("all_gather") == sum(n * dtype.itemsize for n, dtype in sizes)
+    assert seen.nbytes("reduce_scatter") == sum(p.numel() * 4 for p in alone.linear.parameters())
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        own = theirs.chunk(world_size)[rank]  # gloo, asked by DTensor, gathers no int16
+        assert mine.dtype is theirs.dtype and torch.equal(mine.to_local(), own)
+    if half:
+        alone.linear.to(low)
+        if frozen:
+            alone.frozen.data = alone.frozen.data.to(low)
+    for x in batches:  # each rank's gradients are made in low precision, and added up in fp32
+        alone(x.to(low)).sum().backward()
+    for name, theirs in alone.linear.named_parameters():
+        mine = model.linear.get_parameter(name).grad.full_tensor()
+        limits: Any = {"rtol": 2e-2, "atol": 2e-2} if half else {}
+        assert_close(mine, theirs.grad.float() / world_size, **limits)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtypes", INTEGERS, ids=len)
+def test_parameters_of_integers(
+    ranks: Any, dtypes: Sequence[torch.dtype], half: bool, frozen: bool
+) -> None:
+    ranks(2).run(of_integers, dtypes, half, frozen)
 
 
 def test_a_frozen_parameter_of_another_dtype(ranks: Any) -> None:
