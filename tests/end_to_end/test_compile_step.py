@@ -89,21 +89,22 @@ def test_a_model_of_fully_shard_and_a_norm_that_clips_nothing(ranks: Any) -> Non
     ranks(2).run(of_fully_shard)
 
 
+def of_adamw(**options: Any) -> Any:
+    """The clipped step of a new model and its AdamW."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    return fxshard.compile_step(
+        model, loss_fn, optimizer, max_norm=MAX_NORM, units=UNITS, **options
+    )
+
+
 def of_many_ranks(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Bitwise the compiled loop; FSDP2 adds up three numbers in another order."""
     model = fsdp2()
     want = looped(model, OPTIMIZERS["adamw"](model.parameters()), MAX_NORM)
     compiled = fxshard.compile(net(), units=UNITS, **options)
     loop = looped(compiled, OPTIMIZERS["adamw"](compiled.parameters()), MAX_NORM)
-    plain = net()
-    step: Any = fxshard.compile_step(
-        plain,
-        loss_fn,
-        OPTIMIZERS["adamw"](plain.parameters()),
-        max_norm=MAX_NORM,
-        units=UNITS,
-        **options,
-    )
+    step = of_adamw(**options)
     found = stepped(step)
     assert_same(found, loop)
     for key, value in want.items():
@@ -123,10 +124,7 @@ def beside_eager(rank: int, world_size: int) -> None:
     """The mean of the ranks' losses is that of the joined batch."""
     eager = net()
     reference = OPTIMIZERS["adamw"](eager.parameters())
-    plain = net()
-    step: Any = fxshard.compile_step(
-        plain, loss_fn, OPTIMIZERS["adamw"](plain.parameters()), max_norm=MAX_NORM, units=UNITS
-    )
+    step = of_adamw()
     for number in range(5):
         parts = [batch(each, number) for each in range(world_size)]
         joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
@@ -217,10 +215,7 @@ def mixed(rank: int, world_size: int) -> None:
     """Steps, evaluation and the plain loop in turn, on one model and one optimizer."""
     model = fsdp2()
     reference = OPTIMIZERS["adamw"](model.parameters())
-    plain = net()
-    step: Any = fxshard.compile_step(
-        plain, loss_fn, OPTIMIZERS["adamw"](plain.parameters()), max_norm=MAX_NORM, units=UNITS
-    )
+    step = of_adamw()
     for number in range(4):
         x, y = batch(rank, number)
         model.zero_grad()
