@@ -184,18 +184,13 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
     model = fsdp2()
     want = looped(model, OPTIMIZERS["adamw"](model.parameters()), MAX_NORM, steps=4)
 
-    def fresh() -> Any:
-        plain = net()
-        optimizer = OPTIMIZERS["adamw"](plain.parameters())
-        return fxshard.compile_step(plain, loss_fn, optimizer, max_norm=MAX_NORM, units=UNITS)
-
-    step = fresh()
+    step = of_adamw()
     for number in range(2):
         step(*batch(rank, number))
     fxshard.save_checkpoint(folder, step.model, step.optimizer)
     state: Any = get_optimizer_state_dict(step.model, step.optimizer)
     assert {"exp_avg", "exp_avg_sq", "step"} == set(state["state"]["first.weight"])
-    other = fresh()
+    other = of_adamw()
     fxshard.load_checkpoint(folder, other.model, other.optimizer)
     for each in (step, other):
         for number in (2, 3):
