@@ -1,0 +1,149 @@
+"""validate: a program is run, and compared with what was said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, Unpack
+
+import torch
+import torch.distributed as dist
+
+from fxshard.arguments import check_flag, check_progress
+from fxshard.bytesize import is_count
+from fxshard.capture import trace
+from fxshard.capture.held import copied
+from fxshard.config.checked import Config
+from fxshard.config.docs import with_options
+from fxshard.config.options import Options
+from fxshard.config.world_size import grid
+from fxshard.errors import ConfigError, UnknownSizeError
+from fxshard.host.progress import say, task
+from fxshard.ir.splitting import placed
+from fxshard.planner.budget import planned
+from fxshard.plans.workload import Workload, example
+from fxshard.runtime.prepare import (
+    plain_module,
+    refuse_extended,
+)
+from fxshard.validation.compare import Validation
+from fxshard.validation.numerics import beside_eager
+from fxshard.validation.on_ranks import beside_ranks
+from fxshard.validation.rehearsal import bytes_beside
+
+
+@with_options
+def validate(
+    model: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    world_size: int | tuple[int, int],
+    steps: int = 2,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    keep_outputs: bool = True,
+    numerics: bool = False,
+    ranks: Literal["fake", "processes"] = "fake",
+    progress: bool | None = None,
+    **options: Unpack[Options],
+) -> Validation:
+    """Run the compiled program under a tracker, and compare with the static report.
+
+    With fake ranks, rank 0 runs on a fake process group of `world_size` ranks, on a copy of the
+    model: forward, backward, drop the outputs, optimizer step (if the option is given), zero_grad.
+    A fake process group moves no data: for `numerics` all ranks run one more step inside this
+    process. With processes, what goes over the wire is validated too.
+
+    Args:
+        model: as for `compile`; it is not changed.
+        args, kwargs: the batch.
+        world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
+        steps: how many steps to run; the first is compared with the report's first step.
+        micro_batches: forward and backward passes per step, each compared with a report of its own.
+        no_sync: all but the last of them run under `FxshardModule.no_sync`.
+        loss, keep_outputs: as for `plan`.
+        numerics: also compare outputs, loss, gradients and buffers of a step with eager PyTorch:
+            `Validation.numerics` has a verdict for each: bitwise equal, close or wrong (see
+            `fxshard.validation.numerics`). Takes two more copies of the model. If a size depends on
+            the data, only numerics are compared: `Validation.unknown` is the reason.
+        ranks: "processes" starts `world_size` processes on this machine, a gloo process group,
+            which train twice: once under the tracker, once for what `Validation.numerics` compares
+            with eager PyTorch in one process: each rank's outputs, loss and buffers, every
+            gradient, and every parameter after each optimizer step. Rank 0 has the given batch,
+            the others have batches like it (see `fxshard.validation.on_ranks`, also for what the
+            loss of the joined batch is: the mean over ranks).
+        progress: as for `plan`.
+        **options: keys of `fxshard.Options`:
+
+    Returns:
+        Predicted and measured bytes of rank 0 side by side, and numbers, if they are asked for.
+
+    Raises:
+        ConfigError: a process group is initialised in this process, or a parameter has no data; or
+            `steps` is no number of steps; or what the ranks need cannot be pickled.
+        RankDiedError: a rank died, failed, or did not answer within
+            `fxshard.validation.processes.LIMIT_S`.
+        UnknownSizeError: a size depends on the data, and no `numerics` are asked for.
+    """
+    config = Config.from_options(options)
+    grid(world_size, config)
+    if config.pipeline_stage:
+        raise ConfigError(
+            "validate with pipeline_stage=True: a stage runs in a schedule, beside others. "
+            "Validate its module without the option; fxshard.plan(in_flight=...) has its memory."
+        )
+    if ranks not in ("fake", "processes"):
+        raise ConfigError(f"ranks={ranks!r}: expected 'fake' or 'processes'.")
+    check_flag("numerics", numerics)
+    check_progress(progress)
+    if not is_count(steps):
+        raise ConfigError(f"steps={steps!r}: expected how many steps to run, an integer >= 1.")
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "validate needs a fake process group of its own, but one is initialised in this "
+            "process. Call it before init_process_group, or in another process."
+        )
+    args, kwargs = example(args, kwargs)
+    config = placed(plain_module(model), config)
+    module = copied(plain_module(model))
+    for name, param in module.named_parameters():
+        if param.is_meta:
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device; validate runs the model. Give it a "
+                f"small model with real parameters of the same structure."
+            )
+    device = trace.where_it_computes(module)
+    config.check_runs_on(device)
+    if ranks == "processes" and device.type != "cpu":
+        raise ConfigError(
+            f"ranks='processes' runs gloo ranks on the CPU, but the model is on {device.type!r}: "
+            f"move it there, or give ranks='fake'."
+        )
+    workload = Workload(
+        *(module, (args, kwargs), world_size, config, micro_batches, no_sync, loss, keep_outputs)
+    )
+    with task("validating", shown=progress):
+        expected = planned(workload)
+        if numerics or ranks == "processes":
+            what = "eager PyTorch in one process, with which numerics are compared,"
+            refuse_extended(expected.units, what, "Validate bytes alone, with ranks='fake'")
+        tangents = expected.workload.tangents
+        workload = dataclasses.replace(workload, config=expected.config, tangents=tangents)
+        if ranks == "processes":
+            say(f"running {math.prod(grid(world_size, config))} processes")
+            return beside_ranks(workload, expected.program, expected.memory, steps)
+        try:
+            say("running rank 0 under the tracker")
+            found = bytes_beside(workload, expected.memory, steps)
+        except UnknownSizeError as error:
+            if not numerics:
+                raise
+            found = Validation([], [], 0, 0, unknown=str(error))
+        if numerics:
+            say("running all ranks, and eager PyTorch")
+            plain = dataclasses.replace(workload, module=plain_module(model))
+            found.numerics = beside_eager(plain)
+        return found
