@@ -71,13 +71,14 @@ def validate(
         model: as for `compile`; it is not changed.
         args, kwargs: the batch.
         world_size: number of ranks; for a hybrid strategy a pair, replicas x shards.
-        mesh, parallelize, context: in place of it, as for `plan`. Each rank calls `parallelize` with
-            a copy of the model that has its parameters, and `context` around each call. Fake ranks
-            are compared in bytes alone. Processes are as many as the mesh has ranks; those of one
-            place in data parallelism get one batch; eager PyTorch runs the model as it is here.
-            Outputs are compared on each rank, a DTensor put together; gradients and parameters put
-            together over all dimensions. Sums that tensor parallelism takes in another order are
-            "close". Not with ranks that share sequences ("cp") or have experts ("ep").
+        mesh, parallelize, context: in place of it, as for `plan`: for tensor parallelism. Each rank
+            calls `parallelize` with a copy of the model and its parameters; `context` is around
+            each call. Fake ranks are compared in bytes alone. Of processes there are as many as the
+            mesh has ranks. Eager PyTorch runs the model as it is given: compared with it are the
+            outputs and the loss of each rank, which are to be whole (a DTensor is put together),
+            and gradients and parameters, put together over all dimensions. What tensor parallelism
+            adds up in another order is "close". Refused are ranks that share sequences ("cp") or
+            have experts ("ep"). See docs/tensor-parallel.md.
         steps: how many steps to run; the first is compared with the report's first step.
         micro_batches: forward and backward passes per step, each compared with a report of its own.
         no_sync: all but the last of them run under `FxshardModule.no_sync`.
@@ -157,7 +158,7 @@ def validate(
             told = dataclasses.replace(workload, module=placed.module, around=placed.around)
         expected = planned(told)
         if parallel is not None:
-            _check_names(module, expected.units)
+            _check_parallelised(module, expected.units)
         if numerics or ranks == "processes":
             what = "eager PyTorch in one process, with which numerics are compared,"
             refuse_extended(expected.units, what, "Validate bytes alone, with ranks='fake'")
@@ -198,22 +199,31 @@ def _check_runs_on_mesh(mesh: Mapping[str, int], numerics_of_fake: bool) -> None
             f"docs/context-parallel.md a script for torchrun with gloo."
         )
     if EXPERTS in dims:
-        raise ConfigError(
-            f"mesh={dims}: what a rank of {EXPERTS!r} receives depends on the batches of others. "
-            f"Validate without {EXPERTS!r}; fxshard.plan(mesh=..., data_sizes=...) has the bytes "
-            f"of this mesh (docs/expert-parallel.md)."
-        )
+        raise ConfigError(f"mesh={dims}: {_EXPERTS}")
 
 
-def _check_names(module: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise ConfigError if `parallelize` leaves no parameter of some name: they are compared by it,
-    or if it spreads experts.
+_EXPERTS = (
+    f"what a rank of {EXPERTS!r} receives depends on the batches of others, and is not compared. "
+    f"Validate without {EXPERTS!r}; fxshard.plan(mesh=..., data_sizes=...) has the bytes of this "
+    f"mesh (docs/expert-parallel.md)."
+)
+
+
+def _check_parallelised(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Check what `parallelize` has made of `module`, of which it got a copy.
+
+    Raises:
+        ConfigError: a parameter's name is gone, by which numbers are compared; or one is spread
+            over ranks of experts.
     """
-    params = {p.fqn: p for unit in units for p in (*unit.params, *unit.ignored)}
-    every = {alias for param in params.values() for alias in param.aliases}
+    params = [param for unit in units for param in (*unit.params, *unit.ignored)]
+    names = {alias for param in params for alias in param.aliases}
     for name, _ in module.named_parameters():
-        if name not in every:
+        if name not in names:
             raise ConfigError(
                 f"parallelize(model, mesh) leaves no parameter {name!r}: numbers are compared by "
                 f"name. Let it change the model's modules in place, as parallelize_module does."
             )
+    for param in params:
+        if param.placed is not None and param.placed.group == EXPERTS:
+            raise ConfigError(f"parallelize(model, mesh) of parameter {param.fqn!r}: {_EXPERTS}")
