@@ -275,7 +275,7 @@ def run_rank(rank: int, job: tuple[Workload, list[Call], int, Parallel | None]) 
         number, sharding, run = rank, on_this_rank(work), work
     else:
         sharding, run = parallel.here(work)
-        number = position(sharding.world.mesh)
+        number = position(sharding)
     run = dataclasses.replace(run, call=calls[number])
     lefts = _steps(run, sharding, number, steps, part if parallel is None else _whole)
     work = dataclasses.replace(work, call=calls[number])

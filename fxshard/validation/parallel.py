@@ -11,6 +11,7 @@ from fxshard.capture.held import copied
 from fxshard.ir.splitting import configured_units
 from fxshard.plans.workload import Workload
 from fxshard.runtime.sharding import Sharding
+from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.mesh import data_parallel, world_over
 from fxshard.runtime.world.parallelised import Context, Dims, Parallelize, parallelised
 
@@ -79,8 +80,10 @@ class Parallel:
         return left[tuple(n for n in names if sizes[n] > 1 or n in self._ones)]
 
 
-def position(mesh: DeviceMesh) -> int:
+def position(sharding: Sharding) -> int:
     """The number of this rank among those that have batches of their own."""
+    assert isinstance(sharding.world, C10dWorld)
+    mesh = sharding.world.mesh
     found, where = 0, mesh.get_coordinate()
     assert where is not None  # a rank of the mesh
     for size, place in zip(mesh.shape, where, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -205,9 +206,10 @@ def bytes_beside(
     workload: Workload, report: MemoryReport, steps: int, parallel: Parallel | None = None
 ) -> Validation:
     """What rank 0 of a fake process group measures in `steps` steps, beside its report."""
-    ranks = math.prod(grid(workload.world_size, workload.config))
-    group = process_groups.fake_process_group(0, ranks)
-    if parallel is not None:  # torch may have kept meshes that are equal, of the plan's ranks
+    if parallel is None:
+        ranks = math.prod(grid(workload.world_size, workload.config))
+        group: AbstractContextManager[None] = process_groups.fake_process_group(0, ranks)
+    else:  # torch keeps meshes, and gives those of the plan's ranks for equal ones
         group = process_groups.FakeRanks(0, parallel.ranks).there()
     with torch.random.fork_rng(), group:
         measured = tracked(workload, steps, parallel)

@@ -1,4 +1,4 @@
-"""`validate(mesh=...)`: gloo ranks that parallelise a model, beside eager PyTorch with the plain one."""
+"""`validate(mesh=...)`: gloo ranks that parallelise a model, beside eager with the plain one."""
 
 import copy
 import functools
