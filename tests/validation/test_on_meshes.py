@@ -74,7 +74,9 @@ def require_right(result: Validation) -> None:
 @pytest.mark.parametrize(
     ("model", "plan", "options"),
     [
-        (WithLogits, of_transformers, {"optimizer": adamw}),
+        pytest.param(
+            WithLogits, of_transformers, {"optimizer": adamw}, marks=pytest.mark.slow
+        ),  # ranks import transformers
         (Llama, of_sequences_and_logits, {"context": of_losses, "steps": 1}),
         (Mlp, of_an_mlp, {"mesh": {"tp": 2}, "optimizer": sgd, "micro_batches": 2}),
         (
