@@ -140,7 +140,7 @@ def beside_ranks(
     ranks = len(calls) if parallel is None else parallel.ranks
     found: list[Found] = processes.run(run_rank, packed(work, calls, steps, parallel), ranks)
     result = compare(report, split_steps(found[0].measured, steps, work.micro_batches))
-    result.peaks = tuple(_peak(each.measured) for each in found)
+    result.peaks, result.batches = tuple(_peak(each.measured) for each in found), len(calls)
     lefts = [each.lefts for each in found]
     places = _places([left[0].params for left in lefts])
     if parallel is not None:

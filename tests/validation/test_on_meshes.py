@@ -112,6 +112,7 @@ def test_all_is_compared_and_only_places_in_data_parallelism_have_batches_of_the
     require_right(result)
     rows = result.numerics.rows
     assert {r.name for r in rows if r.kind == "loss"} == {f"loss (rank {i})" for i in range(4)}
+    assert "Measured on 4 gloo ranks, with 2 batches" in result.summary()
     shapes = {name: tuple(param.shape) for name, param in Mlp().named_parameters()}
     for kind in ("gradient", "parameter"):
         assert {row.name: row.shape for row in rows if row.kind == kind} == shapes
