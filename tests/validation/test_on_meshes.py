@@ -56,6 +56,13 @@ def of_losses(model: nn.Module, mesh: DeviceMesh) -> Any:
     return loss_parallel()
 
 
+class WithLoss(Llama):
+    """Tokens -> loss, of logits whose classes may be spread over ranks."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.roll(-1).flatten())
+
+
 def checked(model: Any = Mlp, plan: Any = of_an_mlp, **options: Any) -> Validation:
     torch.manual_seed(0)
     made = model()
@@ -77,7 +84,7 @@ def require_right(result: Validation) -> None:
         pytest.param(
             WithLogits, of_transformers, {"optimizer": adamw}, marks=pytest.mark.slow
         ),  # ranks import transformers
-        (Llama, of_sequences_and_logits, {"context": of_losses, "steps": 1}),
+        (WithLoss, of_sequences_and_logits, {"context": of_losses, "loss": None, "steps": 1}),
         (Mlp, of_an_mlp, {"mesh": {"tp": 2}, "optimizer": sgd, "micro_batches": 2}),
         (
             Mlp,
@@ -118,6 +125,14 @@ def test_all_is_compared_and_only_places_in_data_parallelism_have_batches_of_the
         assert {row.name: row.shape for row in rows if row.kind == kind} == shapes
 
 
+@pytest.mark.slow
+def test_a_loss_of_dtensors_outside_of_the_model_is_compared() -> None:
+    """Logits come as a DTensor, which is put together."""
+    result = checked(Llama, of_sequences_and_logits, context=of_losses, steps=1)
+    assert result.numerics is not None and result.numerics.verdict != "wrong"
+    assert ("output", (2, LENGTH, VOCABULARY)) in {(r.kind, r.shape) for r in result.numerics.rows}
+
+
 # -- plans that are wrong --------------------------------------------------------------------------
 
 
@@ -146,7 +161,7 @@ def test_a_partial_sum_that_is_not_reduced_is_wrong() -> None:
 
 def test_a_gradient_that_is_not_reduced_is_named() -> None:
     """Losses are right; each rank has the gradient of its part of the sequence."""
-    result = checked(Llama, norm_forgotten, steps=1)
+    result = checked(functools.partial(Llama, layers=1), norm_forgotten, steps=1)
     wrong = {(row.kind, row.name) for row in result.numerics.of("wrong")}
     assert wrong == {("gradient", f"norm.weight{of}") for of in ("", " (rank 1)", " (rank 3)")}
 
