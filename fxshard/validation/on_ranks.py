@@ -293,11 +293,10 @@ class _Watched(Runtime):
         self, fqns: list[str], grads: list[list[Tensor]], scales: Sequence[Tensor] = ()
     ) -> OnShards:
         for fqn, shard in zip(fqns, grads[0], strict=True):
-            slot = self.slots[fqn]
-            held = part(slot.tensor)
+            param: Tensor = self.slots[fqn].tensor
+            held = part(param)
             rows = shard.narrow(held.dim, 0, held.tensor.shape[held.dim]).clone()
-            is_placed = isinstance(slot.tensor, DTensor)
-            self.stepped[fqn] = dtensor_like(rows, slot.tensor) if is_placed else rows
+            self.stepped[fqn] = dtensor_like(rows, param) if isinstance(param, DTensor) else rows
         return super().step_parameters(fqns, grads, scales)
 
 
