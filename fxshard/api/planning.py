@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Unpack
@@ -24,11 +23,9 @@ from fxshard.dryrun.fsdp2 import Fsdp2Memory, Recipe, run_fsdp2
 from fxshard.errors import ConfigError
 from fxshard.hardware import hardware_of
 from fxshard.host.progress import task
-from fxshard.ir.splitting import placed
 from fxshard.pipeline import Observer
 from fxshard.planner.budget import planned
-from fxshard.planner.on_mesh import EXAMPLE as MESH_EXAMPLE
-from fxshard.planner.on_mesh import OnMesh, on_mesh
+from fxshard.planner.on_mesh import OnMesh, there
 from fxshard.planner.result import Tuning
 from fxshard.planner.shapes import ranks_together, tuned_over_shapes
 from fxshard.planner.tune import PLANS, tuned
@@ -101,48 +98,21 @@ def plan(
         check_called("observe", observe, "a pass's name", "text before", "text after")
     check_progress(progress)
     config = Config.from_options(options)
-    there = _there(plain_module(model), config, world_size, mesh, parallelize, context)
+    placed = there(plain_module(model), config, world_size, mesh, parallelize, context)
     workload = Workload(
-        there.module,
+        placed.module,
         example(args, kwargs),
-        there.world_size,
-        there.config,
+        placed.world_size,
+        placed.config,
         micro_batches,
         no_sync,
         loss,
         keep_outputs,
         in_flight=in_flight,
-        around=there.around,
+        around=placed.around,
     )
     with task("planning", shown=progress):
         return planned(workload, observe)
-
-
-def _there(
-    module: nn.Module,
-    config: Config,
-    world_size: int | tuple[int, int] | None,
-    mesh: Mapping[str, int] | None,
-    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None,
-    context: Callable[[nn.Module, DeviceMesh], AbstractContextManager[Any]] | None,
-) -> OnMesh:
-    """The model on `world_size` ranks, or on a mesh: one of them is given."""
-    if mesh is not None and world_size is not None:
-        raise ConfigError(
-            f"world_size={world_size!r} and mesh={mesh!r} were both given; give one. The mesh says "
-            f"how many ranks there are."
-        )
-    if mesh is not None:
-        return on_mesh(module, config, mesh, parallelize, context)
-    for name, value in (("parallelize", parallelize), ("context", context)):
-        if value is not None:
-            raise ConfigError(f"{name}=... needs the mesh that it is called with: {MESH_EXAMPLE}.")
-    if world_size is None:
-        raise ConfigError(
-            f"for how many ranks? Give world_size=8, or a mesh of several dimensions, "
-            f"{MESH_EXAMPLE}."
-        )
-    return OnMesh(module, placed(module, config), world_size, contextlib.nullcontext)
 
 
 @with_options
@@ -212,11 +182,11 @@ def tune(
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
     module, call = plain_module(model), example(args, kwargs)
 
-    def step(there: OnMesh) -> Workload:
+    def step(placed: OnMesh) -> Workload:
         return Workload(
-            *(there.module, call, there.world_size, there.config, micro_batches, no_sync),
+            *(placed.module, call, placed.world_size, placed.config, micro_batches, no_sync),
             *(loss, keep_outputs),
-            around=there.around,
+            around=placed.around,
         )
 
     with task("tuning", plans, shown=progress) as show:
@@ -229,9 +199,9 @@ def tune(
         if mesh == "auto":
             shapes = module, config, world_size, parallelize, context, chosen, limit
             return tuned_over_shapes(step, *shapes, **given)
-        there = _there(module, config, world_size, mesh, parallelize, context)
-        together = 1 if mesh is None else ranks_together(mesh, there)
-        work = step(there)
+        placed = there(module, config, world_size, mesh, parallelize, context)
+        together = 1 if mesh is None else ranks_together(mesh, placed)
+        work = step(placed)
         with work.around():
             return tuned(work, chosen, limit, **given, together=together)
 

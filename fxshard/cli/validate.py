@@ -17,6 +17,7 @@ from fxshard.cli.model_source import (
     load,
     whole_number,
 )
+from fxshard.cli.on_meshes import add_mesh
 from fxshard.cli.steps import add_micro_batches, step_of
 from fxshard.errors import (
     ConfigError,
@@ -55,7 +56,8 @@ def _validated(call: Call, args: argparse.Namespace, how: dict[str, Any]) -> Val
     """Validate on real ranks if they are asked for; without ``--ranks``, if that is possible."""
     if args.ranks == "processes":
         return fxshard.validate(*call, **how, ranks="processes")
-    ranks = math.prod(args.world_size) if isinstance(args.world_size, tuple) else args.world_size
+    size = tuple(how["mesh"].values()) if "mesh" in how else args.world_size
+    ranks = math.prod(size) if isinstance(size, tuple) else size
     if args.ranks is None and not args.numerics and ranks <= MOST_RANKS:
         try:
             return fxshard.validate(*call, **how, ranks="processes")
@@ -108,6 +110,7 @@ def add_validate(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--steps", type=whole_number, default=2)
     add_micro_batches(parser)
+    add_mesh(parser)
     parser.add_argument(
         "--ranks",
         choices=("processes", "fake"),

@@ -29,10 +29,8 @@ from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
 from fxshard.ir.splitting import configured_units, placed
 from fxshard.runtime.world.mesh import CONTEXTS, data_parallel
+from fxshard.runtime.world.parallelised import Context, Dims, Parallelize, parallelised
 
-Dims = dict[str, int]  # ranks by name of a dimension, the outermost first
-Parallelize = Callable[[nn.Module, DeviceMesh], Any]
-Context = Callable[[nn.Module, DeviceMesh], AbstractContextManager[Any]]
 EXAMPLE = "mesh={'dp': 8, 'tp': 4}"
 
 
@@ -45,12 +43,44 @@ class OnMesh:
         config: the options, for it.
         world_size: of data parallelism.
         around: see `fxshard.plans.workload.Workload`.
+        added: how many dimensions of one rank the strategy has besides those of the mesh.
     """
 
     module: nn.Module
     config: Config
     world_size: int | tuple[int, int]
     around: Callable[[], AbstractContextManager[object]]
+    added: int = 0
+
+
+def there(
+    module: nn.Module,
+    config: Config,
+    world_size: int | tuple[int, int] | None,
+    mesh: Mapping[str, int] | None,
+    parallelize: Parallelize | None,
+    context: Context | None,
+) -> OnMesh:
+    """The model on `world_size` ranks, or on a mesh: one of them is given.
+
+    Raises:
+        ConfigError: both are, or none is; or see `on_mesh`.
+    """
+    if mesh is not None and world_size is not None:
+        raise ConfigError(
+            f"world_size={world_size!r} and mesh={mesh!r} were both given; give one. The mesh says "
+            f"how many ranks there are."
+        )
+    if mesh is not None:
+        return on_mesh(module, config, mesh, parallelize, context)
+    for name, value in (("parallelize", parallelize), ("context", context)):
+        if value is not None:
+            raise ConfigError(f"{name}=... needs the mesh that it is called with: {EXAMPLE}.")
+    if world_size is None:
+        raise ConfigError(
+            f"for how many ranks? Give world_size=8, or a mesh of several dimensions, {EXAMPLE}."
+        )
+    return OnMesh(module, placed(module, config), world_size, contextlib.nullcontext)
 
 
 def on_mesh(
@@ -87,10 +117,10 @@ def on_mesh(
     with ranks.there():
         module = model
         if parallelize is not None:
-            module = _parallelised(on_meta(model), parallelize, made)
+            module = parallelised(on_meta(model), parallelize, made)
         config = placed(module, config)
         units = configured_units(module, config)
-        size = _world_size(data_parallel(made, units, config), dims, config)
+        size, added = _world_size(data_parallel(made, units, config), dims, config)
 
     inside = False
 
@@ -108,7 +138,7 @@ def on_mesh(
             finally:
                 inside = False
 
-    return OnMesh(module, config, size, around)
+    return OnMesh(module, config, size, around, added)
 
 
 def checked_dims(mesh: Any) -> Dims:
@@ -178,34 +208,13 @@ def _ranks(dims: tuple[tuple[str, int], ...]) -> tuple[FakeRanks, DeviceMesh]:
         return ranks, init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _parallelised(model: nn.Module, parallelize: Parallelize | None, mesh: DeviceMesh) -> nn.Module:
-    if parallelize is None:
-        return model
-    try:
-        found = parallelize(model, mesh)
-    except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        raise ConfigError(
-            f"parallelize(model, mesh) raised {type(error).__name__}: {first}\nIt was called with "
-            f"a copy of the model on the meta device, and a DeviceMesh of {shape}."
-        ) from error
-    if found is not None and not isinstance(found, nn.Module):
-        raise ConfigError(
-            f"parallelize(model, mesh) returned a {type(found).__name__}: expected the model, or "
-            f"None if it was changed in place."
-        )
-    model = model if found is None else found
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ConfigError(
-            "parallelize(model, mesh) has called fully_shard: fxshard shards over data-parallel "
-            "ranks itself. Give the part of it that applies parallelize_module alone."
-        )
-    return model
-
-
-def _world_size(left: DeviceMesh | None, dims: Dims, config: Config) -> int | tuple[int, int]:
+def _world_size(
+    left: DeviceMesh | None, dims: Dims, config: Config
+) -> tuple[int | tuple[int, int], int]:
     """The ranks of what is left of a mesh, in which dimensions of one rank do not count.
+
+    Returns:
+        They, and how many dimensions of one rank were added.
 
     Raises:
         ConfigError: a strategy has another number of dimensions.
@@ -213,8 +222,8 @@ def _world_size(left: DeviceMesh | None, dims: Dims, config: Config) -> int | tu
     wanted, sizes = 1 + config.hybrid, () if left is None else tuple(left.shape)
     if len(sizes) > wanted:
         sizes = tuple(size for size in sizes if size > 1)
-    if len(sizes) <= wanted:
-        sizes = (*(1,) * (wanted - len(sizes)), *sizes)
+    added = max(0, wanted - len(sizes))
+    sizes = (*(1,) * added, *sizes)
     if len(sizes) != wanted:
         names = () if left is None else left.mesh_dim_names or ()
         takes = "two, replicate x shard" if config.hybrid else "one"
@@ -227,4 +236,4 @@ def _world_size(left: DeviceMesh | None, dims: Dims, config: Config) -> int | tu
             f"parallelism; strategy {config.strategy!r} takes {takes}. Give {hybrid}another mesh, "
             f"or a parallelize= that places parameters on one of them."
         )
-    return (sizes[0], sizes[1]) if config.hybrid else sizes[0]
+    return ((sizes[0], sizes[1]) if config.hybrid else sizes[0]), added

@@ -16,13 +16,14 @@ from fxshard.errors import CaptureError, ConfigError, UnitError
 from fxshard.hardware import Hardware
 from fxshard.ir.splitting import placed
 from fxshard.planner.batches import Batches
-from fxshard.planner.on_mesh import Context, OnMesh, Parallelize, on_mesh
+from fxshard.planner.on_mesh import OnMesh, on_mesh
 from fxshard.planner.result import Trial, Tuning
 from fxshard.planner.search import first_line
 from fxshard.planner.space import Candidate, given_space
 from fxshard.planner.tune import Progress, Tuner, found_by
 from fxshard.plans.workload import Workload
 from fxshard.runtime.world.mesh import CONTEXTS
+from fxshard.runtime.world.parallelised import Context, Parallelize
 
 TP = "tp"
 

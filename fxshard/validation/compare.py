@@ -55,6 +55,7 @@ class Validation:
         unknown: why bytes cannot be predicted, and are not compared; "" if they are.
         peaks: with real ranks, the measured peak of each in forward and backward, in bytes; cells,
             points and predictions are rank 0's, which needs the most.
+        batches: how many of them have a batch of their own; 0: each.
     """
 
     cells: list[Cell]
@@ -64,6 +65,7 @@ class Validation:
     numerics: Numerics | None = None
     unknown: str = ""
     peaks: tuple[int, ...] = ()
+    batches: int = 0
 
     @property
     def holds(self) -> bool:
@@ -126,7 +128,9 @@ class Validation:
         if not self.peaks:
             return text
         most = f"{max(self.peaks):,} bytes at most"
-        return f"{text} Measured on {len(self.peaks)} gloo ranks, each on its own batch: {most}."
+        ranks, batches = len(self.peaks), self.batches or len(self.peaks)
+        of = "each on its own batch" if batches == ranks else f"with {batches} batches"
+        return f"{text} Measured on {ranks} gloo ranks, {of}: {most}."
 
 
 def compare(report: MemoryReport, steps: list[list[list[Measured]]]) -> Validation:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import trees
 from fxshard.capture import precision
@@ -322,7 +323,7 @@ def micro_batches(
     for i in range(work.micro_batches):
         waits = work.no_sync and i < work.micro_batches - 1
         call = own(work.call)
-        with model.no_sync() if waits else contextlib.nullcontext():
+        with work.around(), model.no_sync() if waits else contextlib.nullcontext():
             program = model._fxshard.variant(*call).program
             torch.manual_seed(seed(i))
             seen |= forward_backward(model, call, work, program, i)
@@ -469,8 +470,10 @@ def buffers_of(module: nn.Module) -> Seen:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A dense copy."""
+    """A dense copy; of a DTensor all of it, which its ranks put together."""
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     return (tensor if tensor.layout is torch.strided else tensor.to_dense()).clone()
 
 

@@ -13,12 +13,22 @@ First the gradients of a step are compared with eager's. Then eager's optimizer 
 gradients of the ranks, and the parameters are compared. The next eager step begins with these
 parameters. So rounding errors are not carried from step to step, where an optimizer that divides by
 the size of a gradient would amplify them.
+
+Note: on a mesh of several dimensions
+=====================================
+Each rank calls the user's `parallelize` on a copy of the model; eager has the model as it was. The
+ranks of one place in data parallelism have one batch and one seed. Each of them is compared with
+eager: its outputs, loss and buffers, where a DTensor is put together and a plain tensor is to be
+whole. Gradients and parameters are put together on each rank, over all dimensions of the mesh.
+Those of rank 0 are compared, and those of others that are not bitwise the same: a parameter that
+tensor parallelism copies may differ between its copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import pickle
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import trees
+from fxshard._torch.dtensors import dtensor_like
 from fxshard.capture import precision
 from fxshard.capture.held import copied
 from fxshard.codegen.given_optimizer import make_optimizer
@@ -42,6 +53,7 @@ from fxshard.memory.report import MemoryReport
 from fxshard.plans.workload import Call, Workload
 from fxshard.runtime.module import sharded
 from fxshard.runtime.runtime import Runtime
+from fxshard.runtime.sharding import Sharding
 from fxshard.validation import processes
 from fxshard.validation.compare import Validation, compare
 from fxshard.validation.numerics import (
@@ -65,6 +77,7 @@ from fxshard.validation.numerics import (
     plain,
     widened,
 )
+from fxshard.validation.parallel import Parallel, position
 from fxshard.validation.rehearsal import on_this_rank, split_steps, tracked
 from fxshard.validation.tracker import Measured
 
@@ -100,14 +113,21 @@ class Left:
     params: dict[str, Part]
 
 
-def beside_ranks(work: Workload, program: Program, report: MemoryReport, steps: int) -> Validation:
+def beside_ranks(
+    work: Workload,
+    program: Program,
+    report: MemoryReport,
+    steps: int,
+    parallel: Parallel | None = None,
+) -> Validation:
     """Run `steps` steps on as many gloo ranks as `work` asks for, and compare everything.
 
     Args:
-        work: what to run, on a model with real parameters, which is not changed.
+        work: what to run, on a plain model with real parameters, which is not changed.
         program: of the last micro-batch.
         report: the predicted memory of rank 0.
         steps: how many.
+        parallel: the ranks are those of a mesh, on which each parallelises the model.
 
     Returns:
         Bytes of rank 0, peaks of all ranks, and `Validation.numerics` of every tensor.
@@ -116,15 +136,18 @@ def beside_ranks(work: Workload, program: Program, report: MemoryReport, steps: 
         ConfigError: the model, the batch or an option cannot be sent to another process.
         RankDiedError: a rank died, failed or hung; names it.
     """
-    ranks = math.prod(grid(work.world_size, work.config))
-    calls = batches(work, ranks)
-    found = processes.run(run_rank, packed(work, calls, steps), ranks)
-    lefts: list[list[Left]] = [left for left, _ in found]
-    measured: list[list[Measured]] = [phases for _, phases in found]
-    result = compare(report, split_steps(measured[0], steps, work.micro_batches))
-    result.peaks = tuple(map(_peak, measured))
+    calls = batches(work, math.prod(grid(work.world_size, work.config)))
+    ranks = len(calls) if parallel is None else parallel.ranks
+    found: list[Found] = processes.run(run_rank, packed(work, calls, steps, parallel), ranks)
+    result = compare(report, split_steps(found[0].measured, steps, work.micro_batches))
+    result.peaks, result.batches = tuple(_peak(each.measured) for each in found), len(calls)
+    lefts = [each.lefts for each in found]
+    places = _places([left[0].params for left in lefts])
+    if parallel is not None:
+        places = _places_of_whole(lefts)
     with torch.random.fork_rng():
-        result.numerics = _beside_eager(work, program, calls, lefts)
+        eager = _Eager(work, program, calls, places, [each.position for each in found])
+        result.numerics = _beside_eager(eager, lefts)
     return result
 
 
@@ -190,16 +213,20 @@ def _runs(work: Workload, call: Call) -> bool:
     return True
 
 
-def packed(work: Workload, calls: list[Call], steps: int) -> bytes:
+def packed(
+    work: Workload, calls: list[Call], steps: int, parallel: Parallel | None = None
+) -> bytes:
     """What is sent to a rank, pickled.
 
     Raises:
         ConfigError: a part cannot be pickled; the text names it.
     """
     try:
-        return pickle.dumps((work, calls, steps))
+        return pickle.dumps((work, calls, steps, parallel))
     except Exception as error:
         parts = {"the model": work.module, "the batch": calls, "loss": work.loss}
+        if parallel is not None:
+            parts |= {"parallelize": parallel.parallelize, "context": parallel.context}
         parts |= {f"option {name}": value for name, value in vars(work.config).items()}
         named = next((name for name, part in parts.items() if not _pickles(part)), "the workload")
         raise ConfigError(
@@ -226,11 +253,33 @@ def _peak(phases: list[Measured]) -> int:
 # -- in a rank -------------------------------------------------------------------------------------
 
 
-def run_rank(rank: int, job: tuple[Workload, list[Call], int]) -> Any:
-    """The results of one rank, step by step, and what the tracker measures in a second run."""
-    work, calls, steps = job
-    work = dataclasses.replace(work, call=calls[rank])
-    return _steps(work, rank, steps), tracked(work, steps)
+@dataclasses.dataclass
+class Found:
+    """What a rank sends back.
+
+    Attributes:
+        position: the number of its batch.
+        lefts: the results of each step.
+        measured: by the tracker, in a second run.
+    """
+
+    position: int
+    lefts: list[Left]
+    measured: list[Measured]
+
+
+def run_rank(rank: int, job: tuple[Workload, list[Call], int, Parallel | None]) -> Found:
+    """The results of one rank."""
+    work, calls, steps, parallel = job
+    if parallel is None:
+        number, sharding, run = rank, on_this_rank(work), work
+    else:
+        sharding, run = parallel.here(work)
+        number = position(sharding)
+    run = dataclasses.replace(run, call=calls[number])
+    lefts = _steps(run, sharding, number, steps, part if parallel is None else _whole)
+    work = dataclasses.replace(work, call=calls[number])
+    return Found(number, lefts, tracked(work, steps, parallel))
 
 
 class _Watched(Runtime):
@@ -238,21 +287,25 @@ class _Watched(Runtime):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.stepped: dict[str, Part] = {}
+        self.stepped: dict[str, Tensor] = {}
 
     def step_parameters(
         self, fqns: list[str], grads: list[list[Tensor]], scales: Sequence[Tensor] = ()
     ) -> OnShards:
         for fqn, shard in zip(fqns, grads[0], strict=True):
-            held = part(self.slots[fqn].tensor)
-            rows = shard.narrow(held.dim, 0, held.tensor.shape[held.dim])
-            self.stepped[fqn] = dataclasses.replace(held, tensor=rows.clone())
+            param: Tensor = self.slots[fqn].tensor
+            held = part(param)
+            rows = shard.narrow(held.dim, 0, held.tensor.shape[held.dim]).clone()
+            self.stepped[fqn] = dtensor_like(rows, param) if isinstance(param, DTensor) else rows
         return super().step_parameters(fqns, grads, scales)
 
 
-def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
+def _steps(
+    work: Workload, sharding: Sharding, number: int, steps: int, held: Callable[[Tensor], Part]
+) -> list[Left]:
+    """Train the model of this rank, whose batch has a number; `held` takes a parameter's rows."""
     config = work.config
-    model = sharded(on_this_rank(work), kind=_Watched)
+    model = sharded(sharding, kind=_Watched)
     runtime = model._fxshard
     assert isinstance(runtime, _Watched)
     optimizer = None
@@ -262,15 +315,16 @@ def _steps(work: Workload, rank: int, steps: int) -> list[Left]:
         optimizer = _optimizer(config, dict(model.named_parameters()))
     found: list[Left] = []
     for step in range(steps):
-        seen, _ = micro_batches(model, work, functools.partial(_seed, rank, step))
+        seen, _ = micro_batches(model, work, functools.partial(_seed, number, step))
         params = dict(model.named_parameters())
-        grads = {n: part(p.grad) for n, p in params.items() if p.grad is not None}
+        grads = {n: p.grad for n, p in params.items() if p.grad is not None} | runtime.stepped
+        kept = {name: held(grad) for name, grad in grads.items()}
         if optimizer is not None:
             optimizer.step()
         for param in params.values():
             param.grad = None
-        left = {name: part(param) for name, param in params.items()}
-        found.append(Left(seen | buffers_of(model), grads | runtime.stepped, left))
+        left = {name: held(param) for name, param in params.items()}
+        found.append(Left(seen | buffers_of(model), kept, left))
         runtime.stepped = {}
     return found
 
@@ -299,14 +353,16 @@ def part(tensor: Tensor) -> Part:
     return Part(plain(tensor.to_local()), shard, replica, dim)
 
 
+def _whole(tensor: Tensor) -> Part:
+    """All of a parameter or gradient, as this rank sees it; collective over the ranks."""
+    return Part(plain(tensor), None, 0)
+
+
 # -- eager -----------------------------------------------------------------------------------------
 
 
-def _beside_eager(
-    work: Workload, program: Program, calls: list[Call], lefts: list[list[Left]]
-) -> Numerics:
-    eager = _Eager(work, program, calls, _places([left[0].params for left in lefts]))
-    rows: list[Difference] = []
+def _beside_eager(eager: _Eager, lefts: list[list[Left]]) -> Numerics:
+    program, rows = eager.program, list[Difference]()
     steps = len(lefts[0])
     for step in range(steps):
         before = copied(eager.modules)
@@ -359,6 +415,27 @@ def _places(params: Sequence[dict[str, Part]]) -> dict[str, list[tuple[str, int]
     return found
 
 
+def _places_of_whole(lefts: Sequence[list[Left]]) -> dict[str, list[tuple[str, int]]]:
+    """The same where each rank has put its parameters together: rank 0's, and those unlike it."""
+    found: dict[str, list[tuple[str, int]]] = {fqn: [("", 0)] for fqn in lefts[0][0].params}
+    for (fqn, places), rank in itertools.product(found.items(), range(1, len(lefts))):
+        if not all(map(functools.partial(_same, fqn), lefts[0], lefts[rank])):
+            places.append((f" (rank {rank})", rank))
+    return found
+
+
+def _same(fqn: str, first: Left, other: Left) -> bool:
+    """True if two ranks have bitwise the same of a parameter and its gradient."""
+    pairs = [(first.params, other.params), (first.grads, other.grads)]
+    return all(_equal(a.get(fqn), b.get(fqn)) for a, b in pairs)
+
+
+def _equal(first: Part | None, other: Part | None) -> bool:
+    if first is None or other is None:
+        return first is other
+    return difference(("", ""), first.tensor, other.tensor).verdict == "bitwise"
+
+
 def _joined(parts: Sequence[dict[str, Part]], rank: int, fqn: str) -> Tensor | None:
     """The full tensor of which `rank` holds a part; None if a part is missing."""
     held = [each.get(fqn) for each in parts]
@@ -376,8 +453,9 @@ class _Eager:
     """The same steps in eager PyTorch, the ranks one after the other.
 
     Attributes:
-        modules: per rank; their parameters are copies of `params` in the dtypes of the computation.
-        params: per rank, by FQN; what an optimizer steps.
+        modules: per batch; their parameters are copies of `params`, in the dtypes computed with.
+        params: per batch, by FQN; what an optimizer steps.
+        positions: per rank, the number of its batch.
     """
 
     def __init__(
@@ -386,7 +464,9 @@ class _Eager:
         program: Program,
         calls: list[Call],
         places: dict[str, list[tuple[str, int]]],
+        positions: list[int],
     ) -> None:
+        self.positions = positions
         self.work, self.program, self.calls, self.places = work, program, calls, places
         self.units = program.units
         self.modules = [copied(work.module) for _ in calls]
@@ -421,17 +501,23 @@ class _Eager:
 
     def step(self, grads: Sequence[dict[str, Part]]) -> None:
         """Let the optimizers step with the gradients that the ranks had."""
-        for rank, params in enumerate(self.params):
+        for number, params in enumerate(self.params):
+            first = self.positions.index(number)
             for fqn, param in params.items():
-                grad = _joined(grads, rank, fqn)
+                grad = _joined(grads, first, fqn)
                 fits = grad is not None and grad.shape == param.shape
                 param.grad = grad.to(param.dtype) if fits and grad is not None else None
             if self.optimizers:
-                self.optimizers[rank].step()
+                self.optimizers[number].step()
 
     def parameters(self) -> Seen:
         """What the optimizers have left."""
-        return self.seen("parameter", lambda rank, fqn: plain(self.params[rank][fqn]))
+
+        def left(rank: int, fqn: str) -> Tensor | None:
+            param = self.params[self.positions[rank]].get(fqn)
+            return None if param is None else plain(param)
+
+        return self.seen("parameter", left)
 
     def seen(self, kind: str, of: Callable[[int, str], Tensor | None]) -> Seen:
         """By kind and name, what `of` gives for a rank and an FQN, once per copy of a parameter."""
@@ -464,10 +550,9 @@ class _Eager:
                 for rank, grad in enumerate(_reduced(grads, *pair, work, sums, fqn, is_last)):
                     if grad is not None:
                         sums[rank][fqn] = grad
-        found = self.seen("gradient", lambda rank, fqn: sums[rank].get(fqn))
-        return (
-            _of_ranks([each | buffers_of(m) for each, m in zip(seen, modules, strict=True)]) | found
-        )
+        found = self.seen("gradient", lambda rank, fqn: sums[self.positions[rank]].get(fqn))
+        each = [one | buffers_of(module) for one, module in zip(seen, modules, strict=True)]
+        return _of_ranks([each[number] for number in self.positions]) | found
 
 
 def _taken(param: Tensor) -> Tensor | None:

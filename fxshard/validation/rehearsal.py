@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,11 +27,17 @@ from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.whole_step import CompiledStep
 from fxshard.runtime.world.mesh import beside_tensor_parallel, mesh_of, world_over
 from fxshard.validation.compare import Validation, compare
+from fxshard.validation.parallel import Parallel
 from fxshard.validation.tracker import Measured, Tracker, WatchedWorld
 
 
-def tracked(work: Workload, steps: int) -> list[Measured]:
+def tracked(work: Workload, steps: int, parallel: Parallel | None = None) -> list[Measured]:
     """Train a copy of the model on this rank of the default process group, and measure it.
+
+    Args:
+        work: what to run.
+        steps: how many.
+        parallel: the ranks are those of a mesh, on which the model is parallelised first.
 
     Raises:
         StepError: the kernels of a region cannot be built, so that it would not run as planned.
@@ -49,7 +56,8 @@ def tracked(work: Workload, steps: int) -> list[Measured]:
             )
         return made
 
-    model = sharded(on_this_rank(work), make_executor)
+    sharding, work = (on_this_rank(work), work) if parallel is None else parallel.here(work)
+    model = sharded(sharding, make_executor)
     if work.whole is not None:
         tracked_whole_steps(model, work, work.whole, tracker, steps)
     else:
@@ -89,8 +97,9 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
         optimizer = make_optimizer(runtime.config.optimizer, list(named.values()), list(named))
         tracker.optimizer_state(optimizer)  # Adagrad has it from the start
     args, kwargs = work.call
-    runtime.start_at(work.call, work.tangents)
-    program = runtime.variant(args, kwargs).program
+    with work.around():
+        runtime.start_at(work.call, work.tangents)
+        program = runtime.variant(args, kwargs).program
     inputs = _know_what_is_held(model, work, program, tracker)
     trained = [param for param in model.parameters() if param.requires_grad]
     hooks = [param.register_hook(tracker.gradient) for param in trained if not in_backward]
@@ -98,7 +107,7 @@ def tracked_steps(model: FxshardModule, work: Workload, tracker: Tracker, steps:
         for _ in range(steps):
             for i in range(work.micro_batches):
                 waits = work.no_sync and i < work.micro_batches - 1
-                with model.no_sync() if waits else contextlib.nullcontext():
+                with work.around(), model.no_sync() if waits else contextlib.nullcontext():
                     _forward_backward(model, work, program, tracker)
                 tracker.at()
                 tracker.gradients(model.parameters())
@@ -193,9 +202,15 @@ def split_steps(
     return found
 
 
-def bytes_beside(workload: Workload, report: MemoryReport, steps: int) -> Validation:
+def bytes_beside(
+    workload: Workload, report: MemoryReport, steps: int, parallel: Parallel | None = None
+) -> Validation:
     """What rank 0 of a fake process group measures in `steps` steps, beside its report."""
-    ranks = math.prod(grid(workload.world_size, workload.config))
-    with torch.random.fork_rng(), process_groups.fake_process_group(0, ranks):
-        measured = tracked(workload, steps)
+    if parallel is None:
+        ranks = math.prod(grid(workload.world_size, workload.config))
+        group: AbstractContextManager[None] = process_groups.fake_process_group(0, ranks)
+    else:  # torch keeps meshes, and gives those of the plan's ranks for equal ones
+        group = process_groups.FakeRanks(0, parallel.ranks).there()
+    with torch.random.fork_rng(), group:
+        measured = tracked(workload, steps, parallel)
     return compare(report, split_steps(measured, steps, workload.micro_batches))

@@ -76,3 +76,11 @@ def test_tune_has_its_own_way(capsys: pytest.CaptureFixture[str]) -> None:
     tune = ("tune", *MLP[1:], "--hardware", "h100", "--mesh", "dp=2,tp=2")
     code, _, err = run(capsys, *tune)
     assert code == 2 and "mesh='auto'" in err
+
+
+def test_a_rank_of_a_mesh_is_validated(capsys: pytest.CaptureFixture[str]) -> None:
+    on_mesh = (*BY_MLP, "--mesh", "dp=2,tp=2", "--ranks", "fake")
+    code, out, err = run(capsys, "validate", *MLP[1:], *on_mesh)
+    assert code == 0 and "largest difference 0 bytes" in out, err
+    code, _, err = run(capsys, "validate", *MLP[1:], *on_mesh, "--numerics")
+    assert code == 2 and "Give ranks='processes'" in err

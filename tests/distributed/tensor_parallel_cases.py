@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxshard
 
@@ -154,6 +153,8 @@ class WithLogits(nn.Module):
     """A model of transformers, called as the others are."""
 
     def __init__(self, tied: bool = False) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM  # ranks without it start sooner
+
         super().__init__()
         sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": VOCABULARY}
         heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2}
