@@ -101,7 +101,7 @@ def on_mesh(
             yield
             return
         require_alone(ranks)
-        with ranks.there(), contextlib.nullcontext() if context is None else context(module, made):
+        with ranks.there(), _entered(context, module, made):
             inside = True
             try:
                 yield
@@ -109,6 +109,28 @@ def on_mesh(
                 inside = False
 
     return OnMesh(module, config, size, around)
+
+
+@contextlib.contextmanager
+def _entered(context: Context | None, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """The block of `context`; raises ConfigError if that cannot be entered."""
+    with contextlib.ExitStack() as stack:
+        try:
+            if context is not None:
+                stack.enter_context(context(module, mesh))
+        except Exception as error:
+            what = f"with the model, and {_shape_text(mesh)}"
+            raise ConfigError(_raised("context", error, what)) from error
+        yield
+
+
+def _raised(name: str, error: Exception, what: str) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{name}(model, mesh) raised {type(error).__name__}: {first}\nIt was called {what}."
+
+
+def _shape_text(mesh: DeviceMesh) -> str:
+    return f"a DeviceMesh of {dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))}"
 
 
 def checked_dims(mesh: Any) -> Dims:
@@ -184,12 +206,8 @@ def _parallelised(model: nn.Module, parallelize: Parallelize | None, mesh: Devic
     try:
         found = parallelize(model, mesh)
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        raise ConfigError(
-            f"parallelize(model, mesh) raised {type(error).__name__}: {first}\nIt was called with "
-            f"a copy of the model on the meta device, and a DeviceMesh of {shape}."
-        ) from error
+        what = f"with a copy of the model on the meta device, and {_shape_text(mesh)}"
+        raise ConfigError(_raised("parallelize", error, what)) from error
     if found is not None and not isinstance(found, nn.Module):
         raise ConfigError(
             f"parallelize(model, mesh) returned a {type(found).__name__}: expected the model, or "
