@@ -84,7 +84,7 @@ def tuned_over_shapes(
                 _require_parts(whole, _sizes(work.call), shape.cp)
                 opened = Batches(work, batches)
                 tuner = Tuner(work, opened, hardware, budget, values, plans, progress, shape)
-            tuner.search_all()
+                tuner.search_all()  # other batches are made of tensors that are cut
             tuners.append(tuner)
         except (CaptureError, UnitError, ConfigError) as error:
             why, ranks = f"refused: {first_line(error)}", max(1, world_size // shape.tp)

@@ -170,7 +170,9 @@ def _is_waited_for(program: Program, call: fx.Node, order: dict[fx.Node, int]) -
                 aliases[user] = None
                 todo.append(user)
     for reader in (user for node in aliases for user in node.users):
-        if reader.target is not WAIT and reader not in aliases and order[reader] < waited:
+        if reader.target is WAIT or reader in aliases or walk.reads_sizes(reader):
+            continue
+        if order[reader] < waited:
             what = f"%{reader.name} reads what %{call.name} is still writing: nothing has waited "
             fail(program, Fact.UNSHARD_PAIRED, reader, f"{what}for it.")
 

@@ -395,8 +395,9 @@ def never_waited_for(broken: Program) -> bool:
 
 def waited_for_too_late(broken: Program) -> bool:
     for wait in broken.graph.find_nodes(op="call_function", target=WAIT):
-        reader = min(user for user in wait.users if user.op == "call_function")
-        if reader.target is not WAIT:
+        found = [user for user in wait.users if user.op == "call_function"]
+        reader = min(found, default=wait)
+        if reader is not wait and not tags.aliases_input(reader):
             reader.replace_input_with(wait, wait.args[0])
             reader.append(wait)
             return True
