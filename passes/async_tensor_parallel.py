@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import fx
 
-from fxshard._torch.traced_collectives import WAIT, note_same_ranks, ranks_of
+from fxshard._torch.traced_collectives import WAIT, note_stands_for, ranks_of
 from fxshard.cost import operators
 from fxshard.hardware import Hardware, hardware_of
 from fxshard.ir import tags
@@ -245,7 +245,7 @@ class _Writer:
     def collective(self, call: fx.Node, sent: fx.Node) -> fx.Node:
         """The same of a part, with its wait; returns that."""
         made = self.call(call.target, sent, *call.args[1:], like=call)
-        note_same_ranks(made, call)
+        note_stands_for(made, call)
         wait = self.call(WAIT, made, like=call)
         wait.meta["val"] = made.meta["val"].detach()
         return wait

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxshard._torch.traced_collectives import note_same_ranks
+from fxshard._torch.traced_collectives import note_repeats
 from fxshard.capture import aliasing, fakes, rng, shapes
 from fxshard.cost.activations import from_parameter, generator_of, random_before
 from fxshard.errors import CaptureError
@@ -203,7 +203,7 @@ def copy_before(
             val = fakes.of_kernel(program, copy, program.refake(copy))
         copies[node] = tags.put(copy, tag, val)
         shapes.take_along(node, copy)
-        note_same_ranks(copy, node)
+        note_repeats(copy, node)
     with graph.inserting_before(before):
         for device, (state, tag) in ends.items():
             set_state(program, state, device, tag)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxshard._torch.traced_collectives import WAIT, Ranks, note_call, note_same_ranks, ranks_of
+from fxshard._torch.traced_collectives import WAIT, Ranks, note_stands_for, ranks_of
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.outline import COMPUTE, belongs_to
 from fxshard.ir.program import Fact, Program
@@ -224,8 +224,7 @@ def launch(program: Program, call: fx.Node, name: str, pair: int) -> None:
     for node, value in ((made, [result]), (item, result)):
         node.meta = {**waited.meta, "val": value}
         tags.put(node, tag)
-    note_call(made)
-    note_same_ranks(made, call)
+    note_stands_for(made, call)
     tags.update(item, fqn=tags.get(waited).fqn)
     with graph.inserting_before(waited):
         wait = transfers.node(graph, ops.wait, ([item, sent],), f"wait_{pair}")

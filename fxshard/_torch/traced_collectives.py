@@ -14,7 +14,7 @@ import functools
 import itertools
 import threading
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -302,6 +302,7 @@ def note_ranks(node: fx.Node) -> None:
     name = node.args[-1]
     if isinstance(name, str):
         note(node, Ranks.of(name))
+        note_call(node)
 
 
 def note(node: fx.Node, ranks: Ranks) -> None:
@@ -309,29 +310,66 @@ def note(node: fx.Node, ranks: Ranks) -> None:
     node.meta[_RANKS] = ranks
 
 
-_CALLED = "fxshard_called"  # in the metadata of what stands for a functional collective
+_CALLED = "fxshard_called"  # in the metadata of a functional collective, or of what stands for it
+_NAME = "fxshard_repeated_as"  # in that of one that is repeated: what those that repeat it say
+_REPEATS = "fxshard_repeats"  # in that of one that repeats another
 
 
 def note_call(node: fx.Node) -> None:
-    """Note what `node`, which stands for a functional collective, is called with."""
-    node.meta[_CALLED] = node.args[1:]
+    """Note what `node`, a functional collective, is called with besides what it sends.
+
+    As text: a copy of the graph has other nodes of the same names.
+    """
+    node.meta[_CALLED] = str(node.args[1:])
+
+
+def note_stands_for(node: fx.Node, call: fx.Node) -> None:
+    """Note of `node`, which is put in the place of `call`, what is noted of that.
+
+    If `call` is called otherwise than has been noted, so is `node`.
+    """
+    note_same_ranks(node, call)
+    if is_called_otherwise(call):
+        node.meta[_CALLED] = call.meta[_CALLED]
+    else:
+        note_call(node)
+
+
+def note_repeats(copy: fx.Node, node: fx.Node) -> None:
+    """Note that `copy` does once more what `node` does; nothing if that is no collective."""
+    if _RANKS not in node.meta:
+        return
+    note_stands_for(copy, node)
+    copy.meta[_REPEATS] = node.meta[_NAME] = node.name
 
 
 def is_called_otherwise(node: fx.Node) -> bool:
     """True if what has been noted of `node` holds no more."""
-    return _CALLED in node.meta and node.meta[_CALLED] != node.args[1:]
+    return _CALLED in node.meta and node.meta[_CALLED] != str(node.args[1:])
 
 
 def note_same_ranks(node: fx.Node, other: fx.Node) -> None:
-    """Note of `node`, a copy of `other`, what is noted of that."""
-    if _RANKS in other.meta:
-        node.meta[_RANKS] = other.meta[_RANKS]
+    """Note of `node`, of the ranks of `other`, who they are, and what it repeats if it does."""
+    node.meta |= {key: other.meta[key] for key in (_RANKS, _NAME, _REPEATS) if key in other.meta}
+
+
+def repeated(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of a collective that repeats another one, and that one, if it is there."""
+    nodes = list(nodes)
+    named = {n.meta[_NAME]: n for n in nodes if _NAME in n.meta and _REPEATS not in n.meta}
+    both = ((n, named.get(n.meta[_REPEATS])) for n in nodes if _REPEATS in n.meta)
+    return [(node, original) for node, original in both if original is not None]
 
 
 def ranks_of(node: fx.Node) -> Ranks | None:
     """Who takes part in a functional collective; None if nobody has noted it."""
     found: Ranks | None = node.meta.get(_RANKS)
     return found
+
+
+def is_waited_for(node: fx.Node) -> bool:
+    """True if `node` is a functional collective that has a ``wait_tensor`` of its own."""
+    return is_collective(node) and node.target.namespace == "_c10d_functional"  # type: ignore[union-attr]
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from fxshard.host.progress import task
 from fxshard.pipeline import Observer
 from fxshard.planner.budget import planned
 from fxshard.planner.on_mesh import OnMesh, there
-from fxshard.planner.result import Tuning
+from fxshard.planner.result import Together, Tuning
 from fxshard.planner.shapes import ranks_together, tuned_over_shapes
 from fxshard.planner.tune import PLANS, tuned
 from fxshard.plans.plan import Plan
@@ -150,9 +150,12 @@ def tune(
     Args:
         model, args, kwargs, world_size, micro_batches, no_sync, loss, keep_outputs: as for `plan`.
         mesh, parallelize, context: as for `plan`. ``mesh="auto"`` searches its shape too, for
-            `world_size` GPUs: ranks of tensor parallelism within a node, or those of
-            ``space={"tp": [1, 8]}``; the functions are called where they are more than one. Times
-            are then those of all GPUs that compute a sample together.
+            `world_size` GPUs: with `parallelize` ranks of tensor parallelism, and with `context`
+            those that have parts of one sequence ("cp"), within a node, or those of
+            ``space={"tp": [1, 8], "cp": [1, 2, 4]}``. `parallelize` is called where "tp" is more
+            than one, `context` where any of them is, with the mesh of those that are; where it asks
+            that for a "cp" of one rank, there is none. Times are then those of all GPUs that
+            compute a sample together.
         budget: bytes of one rank, or text such as "80GiB"; None: all memory of `hardware`.
         batches: samples per rank and micro-batch; None: that of the call, and doubled.
         space: values by name of an option, in place of what is searched by default, such as
@@ -200,10 +203,10 @@ def tune(
             shapes = module, config, world_size, parallelize, context, chosen, limit
             return tuned_over_shapes(step, *shapes, **given)
         placed = there(module, config, world_size, mesh, parallelize, context)
-        together = 1 if mesh is None else ranks_together(mesh, placed)
+        shape = Together() if mesh is None else ranks_together(mesh, placed)
         work = step(placed)
         with work.around():
-            return tuned(work, chosen, limit, **given, together=together)
+            return tuned(work, chosen, limit, shape, **given)
 
 
 def fsdp2_memory(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxshard._torch import trees
+from fxshard._torch import context_parallel, trees
 from fxshard.bytesize import is_count, is_size
 from fxshard.capture.other_sizes import with_sizes
 from fxshard.errors import ConfigError
@@ -41,6 +41,18 @@ def resized(call: Call, dim: int, before: int | None, after: int) -> Call:
     return with_sizes(call, {"": places}, {"": after})
 
 
+def _hold_as_much(cut: Call, call: Call) -> None:
+    """Let the meta tensors of `call` hold storages of whole sequences, as those of `cut` do.
+
+    ``context_parallel`` makes a tensor smaller in place, and its storage stays.
+    """
+    both = zip(trees.tree_flatten(cut)[0], trees.tree_flatten(call)[0], strict=True)
+    for before, after in both:
+        if has_dimension(after, 0) and after is not before and before.numel():
+            whole = before.untyped_storage().nbytes() // before.element_size()
+            after.data.resize_(after.numel() * whole // before.numel())
+
+
 class Batches:
     """A workload with its batch left open, and its plans at other batches.
 
@@ -70,7 +82,10 @@ class Batches:
     def plan(self, batch: int | None, changes: dict[str, Any]) -> Plan:
         """The plan with another batch and some options changed; captures and stems are shared."""
         if batch not in self._calls:
-            self._calls[batch] = resized(self.workload.call, 0, self._example, batch or 1)
+            call = resized(self.workload.call, 0, self._example, batch or 1)
+            if context_parallel.state() is not None:
+                _hold_as_much(self.workload.call, call)
+            self._calls[batch] = call
         args, kwargs = self._calls[batch]
         size = changes.get("offload_activations")
         if changes.get("chunk_loss") or is_size(size):  # for which no size can be left open

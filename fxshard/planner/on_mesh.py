@@ -29,7 +29,7 @@ from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
 from fxshard.ir.splitting import configured_units, placed
 from fxshard.runtime.world.mesh import CONTEXTS, data_parallel
-from fxshard.runtime.world.parallelised import Context, Dims, Parallelize, parallelised
+from fxshard.runtime.world.parallelised import Context, Dims, Parallelize, failed, parallelised
 
 EXAMPLE = "mesh={'dp': 8, 'tp': 4}"
 
@@ -131,7 +131,7 @@ def on_mesh(
             yield
             return
         require_alone(ranks)
-        with ranks.there(), contextlib.nullcontext() if context is None else context(module, made):
+        with ranks.there(), _entered(context, module, made):
             inside = True
             try:
                 yield
@@ -139,6 +139,18 @@ def on_mesh(
                 inside = False
 
     return OnMesh(module, config, size, around, added)
+
+
+@contextlib.contextmanager
+def _entered(context: Context | None, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """The block of `context`; raises ConfigError if that cannot be entered."""
+    with contextlib.ExitStack() as stack:
+        try:
+            if context is not None:
+                stack.enter_context(context(module, mesh))
+        except Exception as error:
+            raise failed("context", error, "the model", mesh) from error
+        yield
 
 
 def checked_dims(mesh: Any) -> Dims:

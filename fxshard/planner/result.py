@@ -16,8 +16,33 @@ from fxshard.memory.views.plots import Dot
 from fxshard.planner.space import Candidate
 from fxshard.plans.answers import Tried
 from fxshard.plans.plan import Plan
+from fxshard.runtime.world.mesh import CONTEXTS
 
 ROWS = 10  # of losers in the table
+TP = "tp"  # what torchtitan calls the dimension of tensor parallelism
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """How many ranks compute a sample together.
+
+    Attributes:
+        tp: of tensor parallelism.
+        cp: that have parts of its sequences; parameters are sharded over them too.
+    """
+
+    tp: int = 1
+    cp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of both."""
+        return self.tp * self.cp
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Dimensions of a mesh with more than one rank, the outermost first."""
+        return {name: size for name, size in ((CONTEXTS, self.cp), (TP, self.tp)) if size > 1}
 
 
 @dataclasses.dataclass
@@ -37,7 +62,7 @@ class Trial:
         on_front: nothing that fits is better in one of memory and time per sample, and no worse
             in the other.
         plan: of the best; None of others.
-        together: ranks of tensor parallelism, which compute a sample together.
+        shape: ranks that compute a sample together.
     """
 
     candidate: Candidate
@@ -52,18 +77,24 @@ class Trial:
     number: int = 0
     on_front: bool = False
     plan: Plan | None = None
-    together: int = 1
+    shape: Together = Together()
+
+    @property
+    def together(self) -> int:
+        """How many ranks compute a sample together."""
+        return self.shape.ranks
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Its mesh, by torchtitan's names of dimensions; without "tp", `parallelize` has no use.
+        """Its mesh, by torchtitan's names of dimensions.
 
+        Without "tp" `parallelize` has no use, and without "cp" a `context` of attention has none.
         ``init_device_mesh("cuda", tuple(mesh.values()), mesh_dim_names=tuple(mesh))`` makes it.
         """
         pair = self.world_size
-        sizes = pair if isinstance(pair, tuple) else (pair,)
-        found = dict(zip(("dp_replicate", "dp_shard")[-len(sizes) :], sizes, strict=True))
-        return found if self.together == 1 else {**found, "tp": self.together}
+        *replicas, shards = pair if isinstance(pair, tuple) else (pair,)
+        found = dict(zip(("dp_replicate",), replicas, strict=False))
+        return {**found, "dp_shard": shards // self.shape.cp, **self.shape.dims}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -83,8 +114,8 @@ class Trial:
     @property
     def setting(self) -> str:
         """What was searched, as text."""
-        text = self.candidate.text
-        return text if self.together == 1 else f"tp={self.together}, {text}"
+        sizes = (f"{name}={size}" for name, size in reversed(self.shape.dims.items()))
+        return ", ".join([*sizes, self.candidate.text])
 
     @property
     def fits(self) -> bool:

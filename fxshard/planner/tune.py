@@ -31,7 +31,7 @@ from fxshard.hardware import Hardware
 from fxshard.ir.splitting import configured_units
 from fxshard.planner.batches import Batches
 from fxshard.planner.bounds import Bounds, traced
-from fxshard.planner.result import Trial, Tuning, ranked
+from fxshard.planner.result import Together, Trial, Tuning, ranked
 from fxshard.planner.search import Search, first_line
 from fxshard.planner.space import PREFETCH, Candidate, candidates, given_space
 from fxshard.plans.answers import Tried
@@ -48,22 +48,22 @@ def tuned(
     workload: Workload,
     hardware: Hardware,
     budget: int,
+    shape: Together,
     *,
     batches: Sequence[int] | None = None,
     space: Mapping[str, Iterable[Any]] | None = None,
     plans: int | None = PLANS,
     progress: Progress = lambda count, what: None,
-    together: int = 1,
 ) -> Tuning:
     """Search; see `fxshard.tune`.
 
     Args:
         budget: bytes of one rank.
+        shape: ranks that compute a sample together.
         progress: called with the number of plans that were made, and what is going on.
-        together: ranks of tensor parallelism, which compute a sample together.
     """
     opened, values = Batches(workload, batches), given_space(space)
-    tuner = Tuner(workload, opened, hardware, budget, values, plans, progress, together)
+    tuner = Tuner(workload, opened, hardware, budget, values, plans, progress, shape)
     tuner.search_all()
     return found_by([tuner])
 
@@ -104,9 +104,9 @@ class Tuner:
         space: Mapping[str, Sequence[Any]],
         limit: int | None,
         progress: Progress,
-        together: int = 1,
+        shape: Together,
     ) -> None:
-        self.batches, self.hardware, self.together = batches, hardware, together
+        self.batches, self.hardware, self.shape = batches, hardware, shape
         self.budget, self.progress = budget, progress
         self.limit = math.inf if limit is None else limit
         self.enough = 0.0 if limit is None else ENOUGH
@@ -120,7 +120,7 @@ class Tuner:
             hardware=hardware,
         )
         units = len(configured_units(workload.module, workload.config))
-        node = max(1, hardware.ranks_per_node // together)
+        node = max(1, hardware.ranks_per_node // shape.tp)
         sharing = workload.config, workload.world_size, node
         every = candidates(*sharing, units, batches.sizes, space)
         self.trials = [self._trial(workload, each) for each in every]
@@ -149,8 +149,11 @@ class Tuner:
             grid(world, config)
         except ConfigError as error:
             why = f"refused: {first_line(error)}"
+        shards, parts = world[-1] if isinstance(world, tuple) else world, self.shape.cp
+        if not why and shards % parts:
+            why = f"refused: {shards} ranks that share parameters are no multiple of cp={parts}"
         samples = self.batches.samples(candidate.batch)
-        return Trial(candidate, config, world, samples, why, together=self.together)
+        return Trial(candidate, config, world, samples, why, shape=self.shape)
 
     def _order(self, candidate: Candidate, tried: Tried) -> tuple[float, bool, int, int]:
         seconds = (tried.seconds or 0.0) / self.batches.samples(candidate.batch)
@@ -290,7 +293,7 @@ class Tuner:
         """Note why each remaining candidate was not planned."""
         fitting = self._fitting()
         best = min((each.sample_time or 0.0 for each in fitting), default=math.inf)
-        whose = "the best's" if self.together == 1 else "its mesh's best's"
+        whose = "the best's" if self.shape.ranks == 1 else "its mesh's best's"
         for each in self._open():
             ratio, least = each.least_seconds / best, size_text(each.least_bytes)
             if not fitting:

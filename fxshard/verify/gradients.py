@@ -409,11 +409,11 @@ def equal_chunks(program: Program) -> None:
     of_model: dict[str | None, tuple[Any, ...]] = {}  # group -> number and name of its ranks
     for node in program.graph.nodes:
         group = ops.group(node)
+        if is_called_otherwise(node):
+            what = f"%{node.name} is not what the model has called."
+            fail(program, Fact.EQUAL_CHUNKS, node, what)
         if ops.of(node).of_model:
             who = node.args[1], *(ops.argument(node, name) for name in ("ranks", "stride"))
-            if is_called_otherwise(node):
-                what = f"%{node.name} is not what the model has called."
-                fail(program, Fact.EQUAL_CHUNKS, node, what)
             if of_model.setdefault(group, who) != who:
                 what = f"%{node.name} is one of the ranks {who}, but {group!r} has "
                 fail(program, Fact.EQUAL_CHUNKS, node, what + f"{of_model[group]}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxshard._torch.traced_collectives import WAIT, is_waited_for
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Fact, Program
@@ -149,6 +150,31 @@ def unshard_paired(program: Program) -> None:
                     f"its wait %{wait.name} comes later.",
                 )
         _nobody_interferes(program, launch, wait)
+    for call in filter(is_waited_for, program.graph.nodes):
+        _is_waited_for(program, call, order)
+
+
+def _is_waited_for(program: Program, call: fx.Node, order: dict[fx.Node, int]) -> None:
+    """A collective that the model calls, and that no pass has launched, is waited for, then read.
+
+    One that nothing reads needs no wait.
+    """
+    waited = len(order)
+    aliases: dict[fx.Node, None] = {call: None}
+    todo = [call]
+    while todo:
+        for user in todo.pop().users:
+            if user.target is WAIT:
+                waited = min(waited, order[user])
+            elif user not in aliases and tags.aliases_input(user) and not tags.writes(user):
+                aliases[user] = None
+                todo.append(user)
+    for reader in (user for node in aliases for user in node.users):
+        if reader.target is WAIT or reader in aliases or walk.reads_sizes(reader):
+            continue
+        if order[reader] < waited:
+            what = f"%{reader.name} reads what %{call.name} is still writing: nothing has waited "
+            fail(program, Fact.UNSHARD_PAIRED, reader, f"{what}for it.")
 
 
 def one_dtype(program: Program) -> None:

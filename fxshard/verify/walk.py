@@ -122,6 +122,11 @@ def maker(node: fx.Node) -> fx.Node:
     return tags.source(node) if node.target is operator.getitem else node
 
 
+def reads_sizes(node: fx.Node) -> bool:
+    """True for an operator that takes a size or a stride of a tensor, and no data of it."""
+    return str(getattr(node.target, "_schema", "")).startswith("aten::sym_")
+
+
 def written(node: fx.Node) -> set[int]:
     """Storages that `node` writes in place."""
     found: set[int] = set()

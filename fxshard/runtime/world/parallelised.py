@@ -34,12 +34,7 @@ def parallelised(
     try:
         found = parallelize(model, mesh)
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        raise ConfigError(
-            f"parallelize(model, mesh) raised {type(error).__name__}: {first}\nIt was called with "
-            f"{copy}, and a DeviceMesh of {shape}."
-        ) from error
+        raise failed("parallelize", error, copy, mesh) from error
     if found is not None and not isinstance(found, nn.Module):
         raise ConfigError(
             f"parallelize(model, mesh) returned a {type(found).__name__}: expected the model, or "
@@ -52,3 +47,13 @@ def parallelised(
             "ranks itself. Give the part of it that applies parallelize_module alone."
         )
     return model
+
+
+def failed(name: str, error: Exception, given: str, mesh: DeviceMesh) -> ConfigError:
+    """What to raise where a function of the user's, called with `given` and a mesh, has raised."""
+    first = (str(error).splitlines() or [""])[0]
+    shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return ConfigError(
+        f"{name}(model, mesh) raised {type(error).__name__}: {first}\nIt was called with {given}, "
+        f"and a DeviceMesh of {shape}."
+    )
