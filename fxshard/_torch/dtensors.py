@@ -56,6 +56,19 @@ def stand_in(local: torch.Tensor) -> torch.Tensor:
     return local.new_empty(()).expand(local.shape)
 
 
+def unflattened(inner: dict[str, Any], spec: Any, size: Any, stride: Any) -> DTensor:
+    """A DTensor over the local tensor of another one, with storage offset 0, as that has it.
+
+    torch's own has the offset of the local tensor, and whatever compares the two fails: fakes of
+    parameters, for Dynamo (torch/_subclasses/meta_utils.py, ``MetaConverter.meta_tensor``).
+    """
+    local = inner["_local_tensor"]
+    given = {**inner, "_local_tensor": stand_in(local)}  # a mesh too, in newer torches
+    made = DTensor.__tensor_unflatten__(given, spec, size, stride)
+    set_local_tensor(made, local)
+    return made
+
+
 def dtensor_handlers() -> dict[Any, Any]:
     """Per operator, what runs instead of DTensor's own dispatch; called with it and its arguments.
 

@@ -69,6 +69,12 @@ class GatheringTensor(DTensor):
         with autograd.plain_torch_functions():
             return _called(func, args, kwargs or {})
 
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:
+        made = torch_dtensors.unflattened(*args)
+        made.__class__ = GatheringTensor  # type: ignore[assignment]
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as a plain DTensor."""
         own = self.__dict__

@@ -83,6 +83,12 @@ def test_a_dtensor_takes_over_the_storage_offset_of_its_local_tensor() -> None:
         torch.save(savable, io.BytesIO())
         assert torch.equal(savable.to_local(), local) and savable.stride() == stride
         assert dtensors.stand_in(local[:0]).shape == (0, 3)
+        inner = {name: getattr(savable, name) for name in savable.__tensor_flatten__()[0]}
+        spec = savable.__tensor_flatten__()[1]
+        theirs = DTensor.__tensor_unflatten__(inner, spec, savable.size(), stride)
+        assert theirs.storage_offset() == 2, "dtensors.unflattened may go"
+        again = dtensors.unflattened(inner, spec, savable.size(), stride)
+        assert again.storage_offset() == 0 and torch.equal(again.to_local(), local)
 
 
 def test_dtensor_asks_its_handlers_before_its_own_dispatch() -> None:

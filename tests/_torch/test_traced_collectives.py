@@ -55,6 +55,27 @@ def test_what_a_collective_is_called_with_is_noted() -> None:
     assert traced_collectives.is_called_otherwise(call)
 
 
+def test_what_a_collective_repeats_is_noted() -> None:
+    operator = torch.ops._c10d_functional.all_reduce.default
+    graph = torch.fx.Graph()
+    call = graph.call_function(operator, (None, "max", "tp"))
+    plain = graph.call_function(torch.ops.aten.neg.default, (call,))
+    with fake_process_group(0, 2):
+        group = init_device_mesh("cpu", (2,)).get_group().group_name
+        call.args = (None, "max", group)
+        traced_collectives.note_ranks(call)
+    again = graph.call_function(operator, call.args)
+    traced_collectives.note_repeats(again, call)
+    traced_collectives.note_repeats(plain, plain)
+    assert traced_collectives.repeated(graph.nodes) == [(again, call)]
+    assert traced_collectives.ranks_of(again) == traced_collectives.ranks_of(call)
+    again.args = (None, "sum", group)
+    stands = graph.call_function(torch.ops.aten.neg.default, (None, "sum", group))
+    traced_collectives.note_stands_for(stands, again)
+    assert traced_collectives.is_called_otherwise(stands), "as what it stands for is"
+    assert traced_collectives.is_waited_for(call) and not traced_collectives.is_waited_for(plain)
+
+
 def test_groups_of_equal_ranks_are_told_apart_by_when_they_were_made() -> None:
     with fake_process_group(0, 4):
         made = [dist.new_group([0, 1]) for _ in range(2)] + [dist.new_group([0, 2])]
