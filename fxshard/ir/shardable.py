@@ -46,6 +46,21 @@ def check_shardable(fqn: str, param: torch.Tensor) -> None:
         )
 
 
+def check_gradient_dtype(fqn: str, param: torch.Tensor) -> None:
+    """Raise UnitError if the user wants gradients of `param` in another dtype than it has.
+
+    FSDP2 forgets it in silence, when it exchanges the parameter.
+    """
+    wanted = param.grad_dtype if param.requires_grad else param.dtype
+    if wanted is not param.dtype:
+        raise UnitError(
+            f"parameter {fqn!r}, {param.dtype}, has grad_dtype={wanted}, which its shards would "
+            f"not have: gradients are made in param_dtype, and get the dtype of the parameter. "
+            f"Leave it out; or keep the model in fp32, with mixed_precision=MixedPrecisionPolicy("
+            f"param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
+        )
+
+
 def check_kinds(model: nn.Module, out_params: Container[int]) -> None:
     """Raise UnitError if a parameter or buffer is more than the numbers in its storage.
 

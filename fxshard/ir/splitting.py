@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import modules as torch_modules
 from fxshard._torch.dtensors import local_part
@@ -23,6 +23,7 @@ from fxshard.ir.placements import check_names, said, shard_dims
 from fxshard.ir.shardable import (
     check_buffers,
     check_cast_buffers,
+    check_gradient_dtype,
     check_kinds,
     check_memory,
     check_printable,
@@ -80,6 +81,8 @@ def find_units(
         parallel = placed_elsewhere(aliases[0], param)
         if key not in out_params:
             check_shardable(aliases[0], param if parallel is None else local_part(param))
+            if not isinstance(param, DTensor):  # those of earlier calls of `fully_shard`
+                check_gradient_dtype(aliases[0], param)
             extension = extension_of(aliases[0], param, holders[key])
         elif parallel is not None:
             raise UnitError(

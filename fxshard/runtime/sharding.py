@@ -20,7 +20,7 @@ from fxshard.errors import StepError, UnitError
 from fxshard.ir.extensions import Extension, drop_computed_scale
 from fxshard.ir.layout import Grid, ParamLayout, chunk_of, flat_numels, without_padding
 from fxshard.ir.layout import layouts as layouts_of
-from fxshard.ir.shardable import check_shardable, note_replaced
+from fxshard.ir.shardable import check_gradient_dtype, check_shardable, note_replaced
 from fxshard.ir.units import Param, Unit
 from fxshard.runtime.initialise import (
     check_fillable,
@@ -343,6 +343,7 @@ def _check_shardable_now(
 ) -> None:
     """`mesh`: the name of that of the parameter."""
     check_shardable(fqn, local_part(tensor))
+    check_gradient_dtype(fqn, tensor)
     if isinstance(tensor, DTensor):
         own = world.meshes[mesh].mesh if isinstance(world, C10dWorld) else None
         _check_placed(fqn, tensor, own)

@@ -142,6 +142,21 @@ def test_fields_of_newer_policies_are_refused() -> None:
             Config(mixed_precision=policy)
 
 
+@pytest.mark.parametrize("wanted", [FP32, None])
+def test_a_gradients_dtype_of_its_own_is_refused(wanted: torch.dtype | None) -> None:
+    """As FSDP2 does, sharding would forget it, and a step would not be that of eager PyTorch."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
+    model[1].weight.grad_dtype = wanted
+    said = re.escape(f"parameter '1.weight', torch.bfloat16, has grad_dtype={wanted}")
+    for verb in (fxshard.compile, fxshard.shard):
+        with pytest.raises(UnitError, match=said):
+            verb(model, world_size=2)
+    with pytest.raises(UnitError, match=said):
+        fxshard.plan(model, (torch.ones(2, 3, dtype=BF16),), world_size=2)
+    model[1].weight.requires_grad_(False)
+    fxshard.compile(model, world_size=2, ignored=["0"])
+
+
 def test_a_dtype_per_parameter_is_refused() -> None:
     """`param_dtype_override_fn` is a field since torch 2.15, and one that is there is not lost."""
 
