@@ -105,10 +105,12 @@ class FsdpMethods(UnitMethods):
                 "all gradients are there, and the norm of all is never known. Leave "
                 "optimizer_in_backward out, and step after backward."
             )
-        self._fxshard.require_one_of_each("clip_grad_norm_")
-        slots = self._fxshard.slots.items()
+        runtime = self._fxshard
+        runtime.require_one_of_each("clip_grad_norm_")
+        slots = runtime.slots.items()
         there = [f"a gradient of {fqn}" for fqn, slot in slots if slot.tensor.grad is not None]
-        self._fxshard.world.together("clip_grad_norm_", there)
+        own = functools.partial(runtime.restore_sharded, runtime.slots.values())
+        runtime.together("clip_grad_norm_", there, own)
         return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
@@ -139,7 +141,9 @@ class FsdpMethods(UnitMethods):
 
         Raises:
             ConfigError: `writeback` with `rank0_only`; or `fqns` names no submodule.
-            StepError: parameters are unsharded already; or at the end one has changed its shape.
+            StepError: parameters are unsharded already; or one has another shape than when it was
+                sharded, now or at the end.
+            RankMismatchError: another rank refuses it.
         """
         with self._fxshard.summon_full_params(
             recurse,
@@ -210,11 +214,17 @@ class FsdpMethods(UnitMethods):
             ``buffer_dtype`` has cast are cast back.
 
         Raises:
-            StepError: a parameter is on a mesh that does not have all ranks.
+            StepError: a parameter is on a mesh that does not have all ranks, or was exchanged for
+                one of another shape.
         """
-        self._fxshard.require_filled(memory=True)
-        self._fxshard.require_one_of_each("full_state_dict")
-        self._fxshard.world.together("full_state_dict")
+        runtime = self._fxshard
+
+        def check() -> None:
+            runtime.require_filled(memory=True)
+            runtime.require_one_of_each("full_state_dict")
+            runtime.restore_sharded(runtime.slots.values())
+
+        runtime.together("full_state_dict", check=check)
         found = dict(get_model_state_dict(self))
         wanted = self._fxshard.stored_dtypes.items()
         cast = {id(found[name]): dtype for name, dtype in wanted if name in found}
@@ -295,7 +305,8 @@ class FsdpMethods(UnitMethods):
         states = sorted(found["state"].items(), key=lambda of: order[without_wrappers(of[0])])
         found["state"] = dict(states)
         held = [f"a state of {name}" for name in found["state"]]
-        self._fxshard.world.together("full_optim_state_dict", held)
+        own = functools.partial(self._fxshard.restore_sharded, self._fxshard.slots.values())
+        self._fxshard.together("full_optim_state_dict", held, own)
         rows = self._fxshard.all_rows
         return state.full_state(found, rows, cpu_offload, rank0_only, copies=True)
 
