@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd
+from fxshard._torch import autograd, optimizers
 from fxshard._torch.dtensors import local_part
 from fxshard.config.precision import Precision
 from fxshard.errors import ConfigError, FxshardError, RankMismatchError, StepError
@@ -329,6 +329,7 @@ class ParameterStore:
             if (tensor := slot.tensor) is not (before := self._seen.setdefault(fqn, tensor)):
                 replaced.mark({fqn: before})
                 self._seen[fqn] = tensor
+            optimizers.step_in_backward(tensor)
         return changed
 
     def restore(self, slots: Iterable[Slot]) -> None:
