@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._library.autograd as _library_autograd
+from torch.autograd import graph
 
 # True if autograd passes a Function its gradients in a list that it may clear
 # (torch/autograd/function.py); otherwise the caller holds them until backward is over.
@@ -88,6 +90,35 @@ def version(tensor: torch.Tensor) -> int:
 def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The pair of ``torch.autograd.graph.saved_tensors_hooks`` that autograd would call now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextlib.contextmanager
+def noting_saved_tensors_hooks() -> Iterator[list[str]]:
+    """Note which hooks for saved tensors are entered in the block: graphs that are traced in it
+    have none of them.
+
+    Yields the list: "" for ``save_on_cpu``, which only moves what is saved, else the name of the
+    function that packs. Those of torch itself, of checkpoints, are left out.
+    """
+    entered: list[str] = []
+    enter, thread = graph.saved_tensors_hooks.__enter__, threading.get_ident()
+
+    def noted(self: Any) -> None:
+        pack = self.pack_hook
+        module = str(getattr(pack, "__module__", ""))
+        if threading.get_ident() == thread:
+            if isinstance(self, graph.save_on_cpu):
+                entered.append("")
+            elif module.partition(".")[0] != "torch":
+                name = getattr(pack, "__qualname__", type(pack).__qualname__)
+                entered.append(f"{module}.{name}")
+        enter(self)
+
+    graph.saved_tensors_hooks.__enter__ = noted  # type: ignore[method-assign]
+    try:
+        yield entered
+    finally:
+        graph.saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
 def in_backward() -> bool:

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch.optim import _muon
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_IN_BACKWARD = "_in_backward_optimizers"
+_stepping = WeakTensorKeyDictionary()  # parameters that have the hook of `step_in_backward`
 
 
 class _NoState(collections.defaultdict[Any, Any]):
@@ -78,3 +82,25 @@ def orthogonalized(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tens
 def muon_learning_rate(lr: float, adjust: str | None, shape: torch.Size) -> float:
     """The learning rate of a matrix of this shape. (torch/optim/_muon.py, ``_adjust_lr``)"""
     return _muon._adjust_lr(lr, adjust, shape)
+
+
+def step_in_backward(param: torch.Tensor) -> None:
+    """Let backward run the optimizers that torch was told to leave to whoever reduces gradients.
+
+    ``_apply_optimizer_in_backward(..., register_hook=False)`` gives a parameter optimizers, which
+    FSDP1 and DDP run on its reduced gradient. With ``register_hook=True`` torch's own hook does.
+    (torch/distributed/optim/apply_optimizer_in_backward.py)
+    """
+    if _IN_BACKWARD not in vars(param):
+        return
+    # The package scripts functions by torch.jit; whoever gave `param` optimizers has imported it.
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    if param not in param_to_optim_hook_handle_map and param not in _stepping:
+        _stepping[param] = param.register_post_accumulate_grad_hook(_step)
+
+
+def _step(param: torch.Tensor) -> None:
+    for optimizer in vars(param)[_IN_BACKWARD]:
+        optimizer.step()
+    param.grad = None

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -18,6 +18,8 @@ from fxshard.capture import hf, provenance
 from fxshard.capture.call import FlatCall
 from fxshard.capture.repeat.places import Formless
 from fxshard.errors import CaptureError
+
+log: logging.Logger = logging.getLogger("fxshard")
 
 
 class _TracerError(CaptureError):
@@ -189,6 +191,31 @@ def _kept(model: nn.Module) -> str:
             if fake_tensors.is_fake(value):
                 return f", as self.{name} of {type(module).__name__}"
     return ", in a global, a closure or a collection"
+
+
+def refuse_saved_tensors_hooks(entered: Sequence[str]) -> None:
+    """Refuse hooks for saved tensors that the model enters; warn of those that only offload.
+
+    A program saves what it needs itself, and calls no hooks.
+
+    Args:
+        entered: see `autograd.noting_saved_tensors_hooks`.
+
+    Raises:
+        CaptureError: a function of the user's packs: what it makes of values would be lost.
+    """
+    if name := next(filter(None, entered), ""):
+        raise CaptureError(
+            f"the model enters torch.autograd.graph.saved_tensors_hooks with {name}, which the "
+            f"program would not call: what it saves for backward it saves itself. Enter them in "
+            f"modules that fxshard.shard shards, which runs eagerly; if they offload or recompute "
+            f"activations, pass offload_activations=... or checkpoint=... in their place."
+        )
+    if entered:
+        log.warning(
+            "fxshard: save_on_cpu (or an offload_wrapper) inside of the model offloads nothing: "
+            "the program saves what it needs itself. Pass offload_activations=True."
+        )
 
 
 def no_way(failures: dict[str, CaptureError]) -> CaptureError:

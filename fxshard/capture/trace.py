@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from fxshard._torch import (
+    autograd,
     checkpointing,
     context_parallel,
     dtensors,
@@ -162,11 +163,15 @@ def capture(
             for way in WAYS[:2] if makes_dtensors else WAYS:
                 if _is_worth(way, failures, request.symbols):
                     try:
-                        return _captured(request, before, way)
+                        with autograd.noting_saved_tensors_hooks() as entered:
+                            found = _captured(request, before, way)
                     except CaptureError as error:
                         if not failures and not refusals.is_tracers(error):
                             raise
                         failures[way] = error
+                    else:
+                        refusals.refuse_saved_tensors_hooks(entered)
+                        return found
         raise refusals.no_way(failures)
     finally:  # an error refers to this frame, and by it to what its callers hold: their outputs
         failures.clear()

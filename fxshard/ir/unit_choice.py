@@ -80,30 +80,32 @@ def _is_list(spec: Any) -> bool:
 
 
 def ignored_of(model: nn.Module, ignored: Sequence[Any]) -> tuple[list[nn.Module], set[int]]:
-    """Modules that are left alone, and the ids of their and all other ignored parameters."""
+    """Modules that are left alone, and the ids of their and all other ignored parameters.
+
+    Those that are not in `model` may be given too, as FSDP1 takes them: one list may serve the
+    calls for several parts of a model.
+
+    Raises:
+        UnitError: a glob matches nothing, or what is given is none of the three.
+    """
     modules: list[nn.Module] = []
     params: set[int] = set()
     tree = dict(model.named_modules())
     own = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
     for item in ignored:
         if isinstance(item, nn.Module):
-            found = [item] if any(item is module for module in tree.values()) else []
+            found = [item]
         elif isinstance(item, str):
             found = [m for name, m in tree.items() if name and matches(item, name)]
             named = [p for name, p in own.items() if matches(item, name)]
             params.update(map(id, named))
-            if named:
-                continue
+            if not (found or named):
+                raise UnitError(f"ignored: {item!r} is not in {type(model).__name__}.")
         elif isinstance(item, nn.Parameter):
-            if any(item is p for p in own.values()):
-                params.add(id(item))
-                continue
-            found = []
+            params.add(id(item))
+            continue
         else:
             raise UnitError(f"ignored holds {item!r}: expected a module, a parameter or a glob.")
-        if not found:
-            what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
-            raise UnitError(f"ignored: {what} is not in {type(model).__name__}.")
         modules += found
     inside = [sub for module in modules for sub in module.modules()]
     params.update(id(p) for module in inside for p in module.parameters(recurse=False))

@@ -105,10 +105,12 @@ class FsdpMethods(UnitMethods):
                 "all gradients are there, and the norm of all is never known. Leave "
                 "optimizer_in_backward out, and step after backward."
             )
-        self._fxshard.require_one_of_each("clip_grad_norm_")
-        slots = self._fxshard.slots.items()
+        runtime = self._fxshard
+        runtime.require_one_of_each("clip_grad_norm_")
+        slots = runtime.slots.items()
         there = [f"a gradient of {fqn}" for fqn, slot in slots if slot.tensor.grad is not None]
-        self._fxshard.world.together("clip_grad_norm_", there)
+        own = functools.partial(runtime.restore_sharded, runtime.slots.values())
+        runtime.together("clip_grad_norm_", there, own)
         return state.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
@@ -129,7 +131,8 @@ class FsdpMethods(UnitMethods):
         Args:
             recurse: False takes only the parameters of the root unit, or of those in `fqns`.
             writeback: at the end this rank's rows of the changed values go into its shards.
-            rank0_only: only the first rank sees unsharded parameters, the others sharded ones.
+            rank0_only: only the first rank of the mesh sees unsharded parameters, the others see
+                sharded ones.
             offload_to_cpu: the unsharded parameters are on the CPU.
             with_grads: gradients are unsharded too, and written back with the values.
             fqns: only the parameters in these submodules.
@@ -139,7 +142,9 @@ class FsdpMethods(UnitMethods):
 
         Raises:
             ConfigError: `writeback` with `rank0_only`; or `fqns` names no submodule.
-            StepError: parameters are unsharded already; or at the end one has changed its shape.
+            StepError: parameters are unsharded already; or one has another shape than when it was
+                sharded, now or at the end.
+            RankMismatchError: another rank refuses it.
         """
         with self._fxshard.summon_full_params(
             recurse,
@@ -203,22 +208,29 @@ class FsdpMethods(UnitMethods):
 
         Args:
             cpu_offload: all tensors are on the CPU.
-            rank0_only: other ranks than 0 get ``{}``.
+            rank0_only: other ranks than the first of the model's get ``{}``.
 
         Returns:
             FQN -> unsharded tensor, of the shapes and dtypes of the user's model: buffers that a
             ``buffer_dtype`` has cast are cast back.
 
         Raises:
-            StepError: a parameter is on a mesh that does not have all ranks.
+            StepError: a parameter is on a mesh that does not have all ranks, or was exchanged for
+                one of another shape.
         """
-        self._fxshard.require_filled(memory=True)
-        self._fxshard.require_one_of_each("full_state_dict")
-        self._fxshard.world.together("full_state_dict")
+        runtime = self._fxshard
+
+        def check() -> None:
+            runtime.require_filled(memory=True)
+            runtime.require_one_of_each("full_state_dict")
+            runtime.restore_sharded(runtime.slots.values())
+
+        runtime.together("full_state_dict", check=check)
         found = dict(get_model_state_dict(self))
         wanted = self._fxshard.stored_dtypes.items()
         cast = {id(found[name]): dtype for name, dtype in wanted if name in found}
-        return state.full_state(found, self._fxshard.all_rows, cpu_offload, rank0_only, cast=cast)
+        here = not rank0_only or runtime.world.is_first
+        return state.full_state(found, runtime.all_rows, cpu_offload, here, cast=cast)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to()``, ``.half()`` and their kin call: converts shards, buffers and the rest."""
@@ -281,7 +293,7 @@ class FsdpMethods(UnitMethods):
         Args:
             optimizer: of this module's parameters; groups may list them in another order per rank.
             cpu_offload: all tensors are on the CPU.
-            rank0_only: other ranks than 0 get ``{}``.
+            rank0_only: other ranks than the first of the model's get ``{}``.
 
         Returns:
             As `optim_state_dict`; copies, which later steps do not change.
@@ -295,9 +307,11 @@ class FsdpMethods(UnitMethods):
         states = sorted(found["state"].items(), key=lambda of: order[without_wrappers(of[0])])
         found["state"] = dict(states)
         held = [f"a state of {name}" for name in found["state"]]
-        self._fxshard.world.together("full_optim_state_dict", held)
-        rows = self._fxshard.all_rows
-        return state.full_state(found, rows, cpu_offload, rank0_only, copies=True)
+        runtime = self._fxshard
+        own = functools.partial(runtime.restore_sharded, runtime.slots.values())
+        runtime.together("full_optim_state_dict", held, own)
+        here = not rank0_only or runtime.world.is_first
+        return state.full_state(found, runtime.all_rows, cpu_offload, here, copies=True)
 
     def optim_state_dict_to_load(
         self,

@@ -100,7 +100,8 @@ class Stage:
         missing = [slot for slot in slots if not self._is_there(slot)]
         if not missing:
             return
-        store.world.together("the unshard of a pipeline's stage")
+        names = [slot.param.fqn for slot in missing]
+        store.together("the unshard of a pipeline's stage", names)
         for unit in dict.fromkeys(slot.param.unit for slot in missing):
             mine = [slot for slot in missing if slot.param.unit == unit]
             for part, dtype in store.by_dtype(mine):

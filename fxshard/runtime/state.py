@@ -295,17 +295,16 @@ def full_state(
     state: dict[str, Any],
     all_rows: Callable[[Tensor], Tensor],
     cpu_offload: bool,
-    rank0_only: bool,
+    here: bool,
     copies: bool = False,
     cast: Mapping[int, torch.dtype] | None = None,
 ) -> dict[str, Any]:
     """The state of a model or of its optimizer with full tensors, gathered one after the other.
 
-    Collective. With `copies`, what needs no gathering is copied, as the rest is by gathering. With
-    `rank0_only`, ranks other than 0 keep nothing and get ``{}``. `cast`: dtypes, by the id of a
-    tensor in `state`.
+    Collective. With `copies`, what needs no gathering is copied, as the rest is by gathering. Ranks
+    that do not want it `here` keep nothing and get ``{}``. `cast`: dtypes, by the id of a tensor in
+    `state`.
     """
-    here = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     leaves, spec = trees.tree_flatten(state)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):

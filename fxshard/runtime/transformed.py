@@ -50,16 +50,20 @@ def run(store: ReadableStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"operator by operator, without the dtypes of mixed_precision. Transform a model "
             f"without mixed_precision, or compute the derivative inside of forward."
         )
-    if store.unfilled:
-        store.require_filled()
     slots = list(store.slots.values())
-    if any(not store.is_own(slot) for slot in slots):
-        raise StepError(
-            f"{name} is called with other parameters than its own (torch.func.functional_call), "
-            f"which are not sharded. Call the plain model that way."
-        )
+
+    def check() -> None:
+        if store.unfilled:
+            store.require_filled()
+        if any(not store.is_own(slot) for slot in slots):
+            raise StepError(
+                f"{name} is called with other parameters than its own (torch.func.functional_call)"
+                f", which are not sharded. Call the plain model that way."
+            )
+
     with transforms.outside(), torch.no_grad():
-        store.world.together("a call inside of a transform of torch.func, or of forward-mode AD")
+        what = "a call inside of a transform of torch.func, or of forward-mode AD"
+        store.together(what, check=check)
         unsharded = [store.gathered([slot], slot.param.dtype)[0] for slot in slots]
         for slot, tensor in zip(slots, unsharded, strict=True):
             tensor.requires_grad_(slot.tensor.requires_grad)

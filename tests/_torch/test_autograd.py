@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxshard._torch import (
     autograd,
@@ -110,6 +111,20 @@ def test_saved_tensors_hooks_on_top() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         assert autograd.saved_tensors_hooks_on_top() == (pack, unpack)
+
+
+def test_saved_tensors_hooks_are_noted_as_they_are_entered() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with autograd.noting_saved_tensors_hooks() as entered:
+        with hooks(pack, pack), torch.autograd.graph.save_on_cpu():
+            pass
+        checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
+    with hooks(pack, pack):
+        pass
+    assert [name.rpartition(".")[2] for name in entered] == ["pack", ""]
 
 
 def test_in_backward_is_true_in_hooks_of_the_engine() -> None:

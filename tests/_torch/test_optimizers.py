@@ -5,6 +5,8 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.optim import SGD
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -91,3 +93,20 @@ def test_a_hook_before_a_step_may_put_another_object_in_the_place_of_the_optimiz
     finally:
         handle.remove()
     assert seen == ["closure", "groups"]
+
+
+def test_optimizers_in_backward_step_once_whoever_has_the_hook() -> None:
+    """Those that torch gives no hook are stepped by ours; it is added once, and to no other."""
+    for hooks in (True, False):
+        model = nn.Linear(2, 2, bias=False)
+        before = model.weight.detach().clone()
+        _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 1.0}, register_hook=hooks)
+        for _ in range(2):
+            optimizers.step_in_backward(model.weight)
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(model.weight, before - 1)
+        assert model.weight.grad is None
+    plain = nn.Linear(2, 2)
+    optimizers.step_in_backward(plain.weight)
+    plain(torch.ones(1, 2)).sum().backward()
+    assert plain.weight.grad is not None

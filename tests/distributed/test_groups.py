@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
+from torch.testing import assert_close
 
 import fxshard
 from fxshard.errors import ConfigError, UnitError
@@ -38,6 +40,47 @@ from tests.end_to_end.training_cases import (
 )
 from tests.oracles import Collective, count_collectives
 from tests.zoo import MODELS
+
+# -- the first rank of a group ---------------------------------------------------------------------
+
+
+def states_of_the_first(rank: int, world_size: int, members: list[list[int]]) -> list[bool]:
+    """Whether this rank has the whole states, and sees unsharded parameters, of its own group."""
+    made = [dist.new_group(ranks=ranks) for ranks in members]
+    group = next((g for g, ranks in zip(made, members, strict=True) if rank in ranks), None)
+    if group is None:
+        return []
+    plain = net()
+    want = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    model = fxshard.compile(plain, process_group=group)
+    optimizer = AdamW(model.parameters(), lr=0.0)
+    loss_of(model(batch(rank))).backward()
+    optimizer.step()
+    state = model.full_state_dict()
+    whole = model.full_optim_state_dict(optimizer)
+    if state:
+        assert_close({name: state[name] for name in want}, want, rtol=0, atol=0)
+        for name, param in want.items():
+            assert whole["state"][name]["exp_avg"].shape == param.shape
+    with model.summon_full_params(writeback=False, rank0_only=True):
+        full = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    return [bool(state), bool(whole), full == want.keys()]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "members", "firsts"),
+    [(2, [[0], [1]], {0, 1}), (4, [[1, 3]], {1}), (4, [[0, 2], [1, 3]], {0, 1})],
+    ids=["each alone", "without rank 0", "two groups"],
+)
+def test_whole_states_are_on_the_first_rank_of_the_group(
+    ranks: Any, world_size: int, members: list[list[int]], firsts: set[int]
+) -> None:
+    """Of the model's group, as FSDP1 has it: the global rank 0 may be in none, or in another."""
+    found = ranks(world_size).run(states_of_the_first, members)
+    for rank, has in enumerate(found):
+        taking_part = any(rank in group for group in members)
+        assert has == ([rank in firsts] * 3 if taking_part else [])
+
 
 # -- reshard_after_forward -------------------------------------------------------------------------
 

@@ -195,9 +195,15 @@ def test_tied_ignored_parameters(ranks: Any) -> None:
 
 
 def test_ignored_names_must_exist() -> None:
-    for ignored in (["blocks.7"], [nn.Linear(2, 2)], [nn.Parameter(torch.ones(1))]):
-        with pytest.raises(UnitError, match="is not in Net"):
-            fxshard.plan(net(), (batch(0),), world_size=2, ignored=ignored)
+    with pytest.raises(UnitError, match=r"'blocks\.7' is not in Net"):
+        fxshard.plan(net(), (batch(0),), world_size=2, ignored=["blocks.7"])
+
+
+def test_ignoring_what_another_model_holds_changes_nothing() -> None:
+    plain = fxshard.plan(net(), (batch(0),), world_size=2)
+    for ignored in ([nn.Linear(2, 2)], [nn.Parameter(torch.ones(1))]):
+        plan = fxshard.plan(net(), (batch(0),), world_size=2, ignored=ignored)
+        assert plan.units == plain.units
 
 
 # -- bytes -----------------------------------------------------------------------------------------

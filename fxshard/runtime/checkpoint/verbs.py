@@ -181,16 +181,31 @@ def load_checkpoint(
     return extra
 
 
-def _together(model: nn.Module, ranks: Ranks, what: str) -> None:
+def _together(model: nn.Module, ranks: Ranks, what: str, *, filled: bool = False) -> None:
     """All ranks are about to do `what`, and no save is going on.
+
+    Args:
+        model: of which; its parameters are those that were sharded, as they were.
+        ranks: who does it.
+        what: for messages.
+        filled: nothing of the model may be without values.
 
     Raises:
         CheckpointError: that save has failed, and a rank has not been told.
-        StepError: a parameter is on a mesh that does not have all ranks.
+        StepError: a parameter is on a mesh that does not have all ranks, or was exchanged for one
+            of another shape.
+        RankMismatchError: another rank refuses it.
     """
     if isinstance(model, FxshardModule):
-        model._fxshard.require_one_of_each(what)
-        model._fxshard.world.together(what)
+        runtime = model._fxshard
+
+        def check() -> None:
+            runtime.require_one_of_each(what)
+            if filled:
+                runtime.require_filled()
+            runtime.restore_sharded(runtime.slots.values())
+
+        runtime.together(what, check=check)
     waited = f"{what} waited for the asynchronous save before it"
     if told := next(filter(None, ranks.all(background.failure, waited)), ""):
         raise CheckpointError(f"{told}. It was an asynchronous save; {what} has done nothing")
@@ -208,10 +223,8 @@ def _begun(
     what: str,
 ) -> New:
     """All ranks can save, and rank 0 has written `extra`."""
-    _together(model, ranks, what)
+    _together(model, ranks, what, filled=True)
     packed = io.BytesIO()
-    if isinstance(model, FxshardModule):
-        model._fxshard.require_filled()
     ranks.all(lambda: require_own(model, optimizer), "nothing was saved")
     ranks.first(lambda: torch.save(extra, packed), "nothing was saved: extra cannot be pickled")
     number = ranks.first(

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd
+from fxshard._torch import autograd, optimizers
 from fxshard._torch.dtensors import local_part
 from fxshard.config.precision import Precision
-from fxshard.errors import ConfigError, StepError
+from fxshard.errors import ConfigError, FxshardError, RankMismatchError, StepError
 from fxshard.ir import meshes
 from fxshard.ir.names import is_under
 from fxshard.ir.program import Program
@@ -325,13 +325,53 @@ class ParameterStore:
             self.wrapped = names_now(self.model, self.slots, self.ignored.values())
             self.structure = Structure(self.model)
         for fqn, slot in self.slots.items():
-            if slot.local.is_meta and not local_part(slot.tensor).is_meta:
-                self.allocate(slot)  # a parameter was put in the place of one on the meta device
-            slot.restore_storage()
+            self.restore([slot])
             if (tensor := slot.tensor) is not (before := self._seen.setdefault(fqn, tensor)):
                 replaced.mark({fqn: before})
                 self._seen[fqn] = tensor
+            optimizers.step_in_backward(tensor)
         return changed
+
+    def restore(self, slots: Iterable[Slot]) -> None:
+        """Put parameters back on the storage of their shards, where they were exchanged.
+
+        Raises:
+            StepError: see `Slot.restore_storage`.
+        """
+        for slot in slots:
+            if slot.local.is_meta and not local_part(slot.tensor).is_meta:
+                self.allocate(slot)  # a parameter was put in the place of one on the meta device
+            slot.restore_storage()
+
+    def together(
+        self, what: str, having: Sequence[str] = (), check: Callable[[], object] | None = None
+    ) -> None:
+        """Check that all ranks do `what` outside of a call, and that none refuses it.
+
+        Args:
+            what: for messages.
+            having: what else must be equal on all ranks.
+            check: raises an error if this rank refuses it; the other ranks raise one too, so that
+                nobody waits in a collective for this one.
+
+        Raises:
+            RankMismatchError: another rank does something else, or refuses.
+        """
+        refusal: FxshardError | None = None
+        try:
+            if check is not None:
+                check()
+        except FxshardError as error:
+            refusal = error
+        refused = [] if refusal is None else [f"refuses: {type(refusal).__name__}: {refusal}"]
+        try:
+            self.world.together(what, [*refused, *having])
+        except RankMismatchError as mismatch:
+            if refusal is None:
+                raise
+            raise refusal from mismatch
+        if refusal is not None:
+            raise refusal
 
     def tie_assigned(self) -> None:
         """Where a tied parameter was exchanged under some of its names, do so under all of them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd
+from fxshard._torch import autograd, optimizers
 from fxshard.bytesize import parse_bytes
 from fxshard.config.checked import Config
 from fxshard.errors import StepError
@@ -63,6 +63,8 @@ class ReadableStore(ParameterStore):
         ):
             return [slot.tensor.to(dtype) for slot in slots]  # unsharded, and so is its gradient
         tensors = [slot.tensor for slot in slots]
+        for tensor in tensors:
+            optimizers.step_in_backward(tensor)
         return list(_Gather.apply(self, slots, dtype, rows, *tensors))
 
     def require_readable(self, slot: Slot) -> None:

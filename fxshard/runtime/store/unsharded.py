@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,14 +44,24 @@ class UnshardableStore(ReadableStore):
         self, recurse: bool = True, fqns: Sequence[str] = (), **options: Any
     ) -> Iterator[None]:
         """See `FxshardModule.summon_full_params`."""
-        self.require_sharded("summon_full_params")
-        self.require_filled(memory=True)
+        slots: list[Slot] = []
+
+        def check() -> None:
+            self.require_sharded("summon_full_params")
+            self.require_filled(memory=True)
+            slots.extend(self._slots_of(fqns or [""], recurse))
+            self.require_plain(slots, "would be unsharded (summon_full_params, unshard)")
+            self.restore_sharded(slots)
+
         what = "summon_full_params (or unshard, apply, a submodule or method by itself)"
-        slots = self._slots_of(fqns or [""], recurse)
-        self.world.together(what, sorted(fqns))
-        self.require_plain(slots, "would be unsharded (summon_full_params, unshard)")
+        self.together(what, sorted(fqns), check)
         with self._summoning(state.full_parameters(slots, self.all_rows, **options)):
             yield
+
+    def restore_sharded(self, slots: Iterable[Slot]) -> None:
+        """As `restore`, of those that are not unsharded now."""
+        if not self.summoned:
+            self.restore(slot for slot in slots if slot.param.unit not in self._unsharded)
 
     def _slots_of(self, fqns: Sequence[str], recurse: bool) -> list[Slot]:
         """The parameters in some submodules; if not `recurse`, of the units that begin there.
@@ -84,10 +94,14 @@ class UnshardableStore(ReadableStore):
             RankMismatchError: some ranks do something else.
         """
         slots = list(self.slots.values())
-        for slot in slots:
-            self.require_readable(slot)
+
+        def check() -> None:
+            for slot in slots:
+                self.require_readable(slot)
+
         what = "a method that runs on unsharded parameters"
-        self.world.together(f"{what}, with gradients" if torch.is_grad_enabled() else what)
+        what = f"{what}, with gradients" if torch.is_grad_enabled() else what
+        self.together(what, check=check)
         unsharded = [self.read(slot, slot.param.dtype) for slot in slots]
         with self._summoning(state.holding(slots, unsharded)):
             yield
@@ -144,8 +158,13 @@ class UnshardableStore(ReadableStore):
         self.require_sharded("unshard")
         if unit in self._unsharded:
             return
-        self.require_plain(self._held_by(unit, ""), "would be unsharded (unshard)")
-        self.world.together(f"unshard of {self.units[unit].name}")
+
+        def check() -> None:
+            slots = [slot for slot in self.slots.values() if slot.param.unit == unit]
+            self.require_plain(slots, "would be unsharded (unshard)")
+            self.restore_sharded(slots)
+
+        self.together(f"unshard of {self.units[unit].name}", check=check)
         self._unsharded[unit] = shown = []
         for slots, dtype in self.by_dtype(self._held_by(unit, "")):
             for slot, rows in zip(slots, self.gathered(slots, dtype), strict=True):
@@ -202,10 +221,16 @@ class UnshardableStore(ReadableStore):
         """
         held = self.reshard_unit(unit) or self._left_lying(unit, fqn)
         slots = self._held_by(unit, fqn)
-        for slot in slots:
-            self.require_readable(slot)
-        if not held:
-            self.world.together(f"a call of {fqn} by itself")
+
+        def check() -> None:
+            for slot in slots:
+                self.require_readable(slot)
+
+        if held:
+            check()
+        else:  # a rank whose parameter was exchanged would gather others
+            names = [slot.param.fqn for slot in slots]
+            self.together(f"a call of {fqn} by itself", names, check)
         unsharded: dict[str, Tensor] = {}
         for part, dtype in self.by_dtype(slots):
             rows = [held[slot.param.fqn] for slot in part] if held else []

@@ -217,6 +217,11 @@ class AgreeingRank:
         """Note that the backward of this call begins."""
         self._due = {number: ref for number, ref in self._due.items() if ref() is not call}
 
+    @property
+    def is_first(self) -> bool:
+        """True on the first rank of those that the model is on; the global rank 0 may be none."""
+        return all(peers.rank == 0 for peers in self._everyone)
+
     def together(self, what: str, having: Sequence[str] = ()) -> None:
         """Check that all ranks do `what` to the model, after the same call of it.
 

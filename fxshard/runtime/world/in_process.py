@@ -38,6 +38,11 @@ class InProcessWorld:
         grids = (layout.Grid(size, replicas), *others)
         self.grids: dict[str, layout.Grid] = {grid.name: grid for grid in grids}
 
+    @property
+    def is_first(self) -> bool:
+        """See `C10dWorld.is_first`: the first rank is in this process too."""
+        return True
+
     def phase(self, name: str, communicates: bool) -> AbstractContextManager[None]:
         """Run a phase in the block; nothing is left of it, however it ends."""
         return contextlib.nullcontext()

@@ -152,6 +152,22 @@ def under_the_root(rank: int, world_size: int, by: str) -> None:
     train(model)
 
 
+def outside_of_the_model(rank: int, world_size: int) -> None:
+    """One list for parts of a model, each compiled by itself: it says nothing of the others."""
+    module = Model()
+    ignored = [module.layer1[1], module.layer1[0].weight]
+    for part, held in ((module.layer3, set()), (module.layer1, {"0.weight", "1.weight", "1.bias"})):
+        every = {name for name, _ in part.named_parameters()}
+        model = compiled(part, units=[], ignored=ignored)
+        assert sharded(model) == every - held
+        model(torch.randn(2, next(part.parameters()).shape[1])).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+def test_ignored_outside_of_the_model(ranks: Any) -> None:
+    ranks(2).run(outside_of_the_model)
+
+
 @BY
 def test_ignored_under_a_unit(ranks: Any, by: str) -> None:
     ranks(2).run(under_the_root, by)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.optim import _apply_optimizer_in_backward
 
+import fxshard
 from tests.peers.fsdp1.models import Nested, Transformer
 from tests.peers.fsdp1.shared import (
     GRAD_OP,
@@ -207,11 +208,16 @@ def test_optimizer_in_backward(ranks: Any, offload: bool) -> None:
     ranks(2).run(overlapped, offload)
 
 
-def applied_by_torch(rank: int, world_size: int) -> None:
-    """torch's own way works as well: its hooks step when a gradient has arrived."""
-    plain, model = (compiled(TwoLayers(), units=always_wrap_policy) for _ in range(2))
+def applied_by_torch(rank: int, world_size: int, how: str, hooks: bool, offload: bool) -> None:
+    """torch's own way works as well: hooks step when a gradient has arrived, its own or ours."""
+    if how == "compile":
+        options = {"units": always_wrap_policy, "offload": CPUOffload(offload)}
+        plain, model = (compiled(TwoLayers(), **options) for _ in range(2))
+    else:
+        plain, model = (fxshard.shard(TwoLayers(), units=["*"]) for _ in range(2))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.03)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.03})
+    given = {"optimizer_kwargs": {"lr": 0.03}, "register_hook": hooks}
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), **given)
     torch.manual_seed(rank)
     for _ in range(6):
         x = torch.randn(2, 2)
@@ -223,8 +229,19 @@ def applied_by_torch(rank: int, world_size: int) -> None:
         same(model, plain)
 
 
-def test_optimizer_in_backward_by_torch(ranks: Any) -> None:
-    ranks(2).run(applied_by_torch)
+@pytest.mark.parametrize(
+    ("how", "hooks", "offload"),
+    [
+        ("compile", False, False),
+        ("compile", False, True),
+        ("compile", True, False),
+        ("compile", True, True),
+        ("shard", False, False),
+    ],
+)
+@pytest.mark.sample(5)
+def test_optimizer_in_backward_by_torch(ranks: Any, how: str, hooks: bool, offload: bool) -> None:
+    ranks(2).run(applied_by_torch, how, hooks, offload)
 
 
 # -- on the CPU ------------------------------------------------------------------------------------

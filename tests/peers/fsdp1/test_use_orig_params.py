@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -338,15 +339,56 @@ def test_data_of_a_gradient_is_lost_by_torch_itself(ranks: Any) -> None:
     ranks(2).run(data_of_a_gradient)
 
 
-def of_another_shape(rank: int, world_size: int) -> str:
+def exchange(layer: nn.Linear) -> None:
+    """A weight one larger along each dimension, and a gradient like it."""
+    shape = [size + 1 for size in layer.weight.shape]
+    layer.weight = nn.Parameter(torch.randn(shape))
+    layer.weight.grad = torch.randn(shape)
+
+
+def summoned(model: Any) -> None:
+    with model.summon_full_params():
+        pass
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda model: model(*model.get_input()),
+    "summon_full_params": summoned,
+    "unshard": lambda model: model.unshard(),
+    "apply": lambda model: model.apply(lambda module: None),
+    "full_state_dict": lambda model: model.full_state_dict(),
+    "clip_grad_norm_": lambda model: model.clip_grad_norm_(1.0),
+}
+
+
+def of_another_shape(rank: int, world_size: int, use: str, layers: list[str]) -> str:
+    """One parameter is exchanged, that of this rank's layer."""
     model = compiled(Model(), units=[])
-    model.lin1.weight = nn.Parameter(torch.randn(6, 6))
-    return told(lambda: model(*model.get_input()))
+    loss_of(model).backward()
+    if layers[rank]:
+        exchange(getattr(model, layers[rank]))
+    return told(lambda: USES[use](model))
 
 
-def test_parameter_of_another_shape(ranks: Any) -> None:
-    for said in ranks(2).run(of_another_shape):
-        assert "parameter 'lin1.weight' is another kind of tensor than compile made it" in said
+def said_of(layer: str) -> str:
+    return f"parameter '{layer}.weight' is another kind of tensor than compile made it"
+
+
+@pytest.mark.parametrize("layers", [["lin1", "lin1"], ["lin1", "lin2"]], ids=["same", "different"])
+@pytest.mark.parametrize("use", USES)
+def test_parameter_of_another_shape(ranks: Any, use: str, layers: list[str]) -> None:
+    """On each rank, of one layer or of another one: each says its own, and nobody gathers."""
+    for layer, said in zip(layers, ranks(2).run(of_another_shape, use, layers), strict=True):
+        assert said_of(layer) in said
+
+
+@pytest.mark.parametrize("use", [use for use in USES if use != "forward"])
+def test_parameter_of_another_shape_on_one_rank(ranks: Any, use: str) -> None:
+    """The other one does not wait for it."""
+    first, second = ranks(2).run(of_another_shape, use, ["lin1", ""])
+    assert said_of("lin1") in first
+    assert "RankMismatchError" in second
+    assert f"rank 0 has 'refuses: StepError: {said_of('lin1')}" in second
 
 
 def data_before_backward(rank: int, world_size: int, strategy: Any) -> str:
