@@ -103,7 +103,9 @@ the three of an order of parameters, `test_fsdp_*exec_order_policy.py` and `*_wr
 requests: `test_composable_fsdp.py`, `test_flat_param_handle.py`, `test_fsdp_2d.py`,
 `test_fsdp_tp.py`, `test_fsdp_checkpoint_dtensor.py`, `test_fsdp_param_mutation.py`,
 `test_fsdp_prefix_set.py`, `test_hsdp_sync_module_states.py`, `test_shared_param_utils.py`,
-`test_spmd_types.py`.
+`test_spmd_types.py`; and of `test_fsdp_use_orig_params.py` the class
+`TestFSDPUseOrigParamsPrefetchWriteback` (178223: `FlatParamHandle.pre_unshard` beside CUDA streams;
+updates by hand under `no_grad`: fsdp1/test_use_orig_params.py::test_updated_by_hand).
 """,
 }
 

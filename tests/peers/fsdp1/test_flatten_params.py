@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from tests.fsdp2 import full
 from tests.peers.fsdp1.shared import compiled
+from tests.ranks import told
 
 HALF = pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["each_its_own", "shared"])
@@ -64,3 +65,15 @@ def norms(rank: int, world_size: int, half: bool) -> None:
 def test_norm_of_shared_parameters_after_a_step(ranks: Any, half: bool) -> None:
     ranks(1).run(norms, half)
     ranks(2).run(norms, half)
+
+
+def channels_last(rank: int, world_size: int) -> str:
+    sizes = ((10, 20, 3), (20, 10, 5), (10, 10, 1))
+    model = nn.Sequential(*(nn.Conv2d(*size, bias=False) for size in sizes))
+    return told(lambda: compiled(model.to(memory_format=torch.channels_last), units=[]))
+
+
+def test_parameters_in_channels_last(ranks: Any) -> None:
+    for said in ranks(1).run(channels_last):
+        assert "parameter '0.weight' is not contiguous" in said
+        assert "Make it contiguous: nn.Parameter(x.contiguous())" in said

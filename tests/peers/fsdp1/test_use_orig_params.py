@@ -177,6 +177,30 @@ def test_two_optimizers(ranks: Any, strategy: Any) -> None:
     ranks(2).run(two_optimizers, strategy)
 
 
+def updated_by_hand(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """The next forward gathers what was written: parameters are as DDP's."""
+    pair = ddp(Transformer()), compiled(Transformer(), **options)
+    for _ in range(3):
+        losses = [loss_of(model) for model in pair]
+        for model, loss in zip(pair, losses, strict=True):
+            loss.backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.01 * param.grad
+                    param.grad = None
+        assert_close(losses[1], losses[0])
+    same(pair[1], pair[0])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("offload", [False, True], ids=["stays", "offload"])
+@pytest.mark.parametrize(
+    "prefetch", [{}, {"backward_prefetch": "pre", "forward_prefetch": True}], ids=["plain", "ahead"]
+)
+def test_updated_by_hand(ranks: Any, prefetch: dict[str, Any], offload: bool) -> None:
+    ranks(2).run(updated_by_hand, prefetch | {"offload": CPUOffload(offload)})
+
+
 # -- two forwards, one backward --------------------------------------------------------------------
 
 
