@@ -187,6 +187,24 @@ def test_trained_as_ddp_and_loaded(ranks: Any, kind: str, on_cpu: bool) -> None:
     ranks(2).run(as_ddp, kind, on_cpu)
 
 
+def in_a_group_of_backends(rank: int, world_size: int, on_cpu: bool) -> None:
+    """The group's backends are named by device; parameters are zeroed as this rank holds them."""
+    model = compiled(Transformer(), process_group=dist.new_group(backend="cpu:gloo"))
+    state = saved(model, "sharded")
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict({n: value.cpu() if on_cpu else value for n, value in state.items()})
+    for name, param in model.named_parameters():
+        assert torch.equal(param.to_local(), before[name].to_local()), name
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "as_saved"])
+def test_loaded_in_a_group_of_backends(ranks: Any, on_cpu: bool) -> None:
+    ranks(2).run(in_a_group_of_backends, on_cpu)
+
+
 def into_plain(rank: int, world_size: int, kind: str, build: Any) -> None:
     torch.manual_seed(0)
     model = trained(rank, compiled(build(), units=["inner"] if build is Model else MODELS[build]))
