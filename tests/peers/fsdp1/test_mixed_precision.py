@@ -26,7 +26,7 @@ from torch.testing import assert_close
 
 from fxshard.runtime.world.c10d import C10dWorld
 from tests.fsdp2 import full
-from tests.peers.fsdp1.models import LAYERS, Transformer
+from tests.peers.fsdp1.models import Transformer
 from tests.peers.fsdp1.shared import (
     FULL,
     GRAD_OP,
@@ -542,7 +542,9 @@ class WithAverage(nn.Module):
 
 def averaged(rank: int, world_size: int, strategy: Any) -> None:
     policy = MixedPrecision(param_dtype=F16)
-    model = compiled(WithAverage(), units=LAYERS, strategy=strategy, mixed_precision=policy)
+    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    units = ModuleWrapPolicy({nn.Transformer, *layers})
+    model = compiled(WithAverage(), units=units, strategy=strategy, mixed_precision=policy)
     optimizer = torch.optim.Adam(model.module.parameters(), lr=1e-2)
     torch.manual_seed(1 + rank)
     batch = torch.randn(8, 1, 16), torch.randn(16, 1, 16)

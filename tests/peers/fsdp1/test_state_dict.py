@@ -472,19 +472,20 @@ def test_ranks_without_rows(ranks: Any) -> None:
     ranks(2).run(one_element)
 
 
-def through_a_file(rank: int, world_size: int) -> None:
+def through_a_file(rank: int, world_size: int, weights_only: bool) -> None:
     state = compiled(Model(), units=[]).state_dict()
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    read = torch.load(file, weights_only=False)
+    read = torch.load(file, weights_only=weights_only)
     assert list(read) == list(state)
     for name, value in state.items():
         assert torch.equal(full(read[name]), full(value))
 
 
-def test_torch_save(ranks: Any) -> None:
-    ranks(2).run(through_a_file)
+@pytest.mark.parametrize("weights_only", [True, False], ids=["weights_only", "any"])
+def test_torch_save(ranks: Any, weights_only: bool) -> None:
+    ranks(2).run(through_a_file, weights_only)
 
 
 def wrong_keys(rank: int, world_size: int) -> Any:
