@@ -84,7 +84,9 @@ files two hold `_make_fx`).
   `_dtensor` (174862; where ranks use other parameters, `ranks_may_differ=True`:
   tests/runtime/test_ranks_may_differ.py), `TestFullyShardAllReduceBufferWindow` of `_memory`
   (183617), and what 197204 and 197701 add to `_extensions` and `_training` for `Shard(1)` and
-  for classes that lay out what is gathered.
+  for classes that lay out what is gathered; the methods of `_mixed_precision` about a parameter's
+  own `grad_dtype` (172074, 194434, 197203), which is refused here
+  (`end_to_end/test_precision_parts.py::test_a_gradients_dtype_of_its_own_is_refused`).
 - **Of the first months of 2024**, before the files had the names of today: `_2d`, `_collectives`,
   `_compose`, `_debug`, `_fuse` (a method `fuse_comm_groups` that never came), `_grad_acc`,
   `_shared_params`. Their methods are in `_training`, `_comm`, `_mixed_precision` and `_init`.
@@ -103,7 +105,9 @@ the three of an order of parameters, `test_fsdp_*exec_order_policy.py` and `*_wr
 requests: `test_composable_fsdp.py`, `test_flat_param_handle.py`, `test_fsdp_2d.py`,
 `test_fsdp_tp.py`, `test_fsdp_checkpoint_dtensor.py`, `test_fsdp_param_mutation.py`,
 `test_fsdp_prefix_set.py`, `test_hsdp_sync_module_states.py`, `test_shared_param_utils.py`,
-`test_spmd_types.py`.
+`test_spmd_types.py`; and of `test_fsdp_use_orig_params.py` the class
+`TestFSDPUseOrigParamsPrefetchWriteback` (178223: `FlatParamHandle.pre_unshard` beside CUDA streams;
+updates by hand under `no_grad`: fsdp1/test_use_orig_params.py::test_updated_by_hand).
 """,
 }
 

@@ -70,6 +70,26 @@ def test_around_a_model_and_inside_of_its_units(ranks: Any, offload: bool, wrapp
     ranks(2).run(around_and_inside, wrapper, offload)
 
 
+def each_by_itself(rank: int, world_size: int, wrapper: str, offload: bool) -> None:
+    """Every layer is compiled alone, in a plain model: around all of them, and around each."""
+    wrap, options = WRAPPERS[wrapper], {"units": [], "offload": CPUOffload(offload)}
+    models = [
+        ddp(layers()),
+        layers(lambda layer: compiled(layer, **options)),
+        wrap(layers(lambda layer: compiled(layer, **options))),
+        layers(lambda layer: wrap(compiled(layer, **options))),
+        layers(lambda layer: compiled(wrap(layer), **options)),
+    ]
+    all_alike(models, models, rank, 2)
+
+
+@pytest.mark.sample(2)
+@WRAPPED
+@OFFLOADED
+def test_layers_that_are_compiled_alone(ranks: Any, offload: bool, wrapper: str) -> None:
+    ranks(2).run(each_by_itself, wrapper, offload)
+
+
 def end_to_end(rank: int, world_size: int, wrapper: str, offload: bool) -> None:
     """Of the whole model: as a wrapper around what is compiled, as what is compiled, by hand."""
     wrap, options = WRAPPERS[wrapper], {"units": [], "offload": CPUOffload(offload)}

@@ -1,6 +1,7 @@
 """torch's test_fsdp_comm.py: how many collectives a step issues."""
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
 
 from tests.oracles import count_collectives
 from tests.peers.fsdp1.models import Nested, Transformer
-from tests.peers.fsdp1.shared import GRAD_OP, compiled, ddp, loss_of, losses_alike, same
+from tests.peers.fsdp1.shared import GRAD_OP, compiled, ddp, grads_of, loss_of, losses_alike, same
 
 UNITS = {Nested: 4, Transformer: 5}  # with the root
 
@@ -135,3 +138,31 @@ def part_of_ddp(rank: int, world_size: int) -> None:
 def test_ddp_around_a_compiled_part(ranks: Any) -> None:
     """DDP is told to leave its parameters alone."""
     ranks(2).run(part_of_ddp)
+
+
+def unsharded_after_backward(rank: int, world_size: int, async_op: bool) -> None:
+    """Full parameters as they were; when it is over, gradients are there and as DDP's."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(Mlp(), nn.Linear(8, 4))
+    model = copy.deepcopy(theirs)
+    model[0] = compiled(model[0], units=[])
+    torch.manual_seed(1 + rank)
+    x, reference = torch.randn(2, 8), ddp(theirs)
+    for each in (model, reference):
+        each(x).sum().backward()
+    handle = model[0].unshard(async_op=async_op)
+    handle.wait()
+    for (name, param), want in zip(
+        model[0].named_parameters(), theirs[0].parameters(), strict=True
+    ):
+        assert not isinstance(param, DTensor), name
+        assert torch.equal(param, want), name
+    model[0].reshard()
+    assert all(isinstance(param, DTensor) for param in model[0].parameters())
+    assert_close(grads_of(model[0]), grads_of(theirs[0]))
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_unshard_after_backward(ranks: Any, async_op: bool) -> None:
+    """A part of a plain model."""
+    ranks(2).run(unsharded_after_backward, async_op)

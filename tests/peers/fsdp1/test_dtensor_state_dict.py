@@ -4,6 +4,7 @@ test_distributed_checkpoint.py: sharded state dicts on meshes, saved and loaded.
 import copy
 import io
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from tests.peers.fsdp1.shared import compiled, params_of, same
 
 EVEN, UNEVEN = (8, 16, 32, 64, 8), (5, 10, 15, 30, 5)
 WIDTHS = pytest.mark.parametrize("widths", [EVEN, UNEVEN], ids=["even", "uneven"])
-ON = pytest.mark.parametrize("ways", [(2,), (2, 2)], ids=["sharded", "hybrid"])
+# of 5 rows, 4 ranks have 2, 2, 1 and none
+ON = pytest.mark.parametrize("ways", [(2,), (4,), (2, 2)], ids=["two", "four", "hybrid"])
 
 
 class Dummy(nn.Module):
@@ -94,7 +96,7 @@ def on_the_mesh(rank: int, world_size: int, ways: Any, widths: Any) -> None:
 @WIDTHS
 @ON
 def test_states_are_dtensors_of_the_mesh(ranks: Any, ways: Any, widths: Any) -> None:
-    ranks(2 * len(ways)).run(on_the_mesh, ways, widths)
+    ranks(math.prod(ways)).run(on_the_mesh, ways, widths)
 
 
 def loaded_back(rank: int, world_size: int, ways: Any, widths: Any) -> None:
@@ -121,7 +123,7 @@ def loaded_back(rank: int, world_size: int, ways: Any, widths: Any) -> None:
 @WIDTHS
 @ON
 def test_saved_and_loaded_on_a_mesh(ranks: Any, ways: Any, widths: Any) -> None:
-    ranks(2 * len(ways)).run(loaded_back, ways, widths)
+    ranks(math.prod(ways)).run(loaded_back, ways, widths)
 
 
 class Mixed(nn.Module):
@@ -152,6 +154,14 @@ def part_of_a_model(rank: int, world_size: int) -> None:
     models[0](x).sum().backward()
     optimizers[0].step()
     saved = get_optimizer_state_dict(models[0], optimizers[0])
+    for name, state in saved["state"].items():
+        for value in (state["exp_avg"], state["exp_avg_sq"]):
+            if name.startswith("dense."):
+                assert isinstance(value, DTensor)
+                assert value.placements == (Replicate(), Shard(0))
+            else:
+                assert name.startswith(models[0].name)
+                assert type(value) is Tensor
     set_optimizer_state_dict(models[1], optimizers[1], saved)
     for one, other in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
         assert one.keys() == other.keys()

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.fsdp2 import full
-from tests.peers.fsdp1.shared import compiled
+from tests.peers.fsdp1.shared import NO_SHARD, compiled
+from tests.ranks import told
 
 HALF = pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["each_its_own", "shared"])
@@ -64,3 +65,85 @@ def norms(rank: int, world_size: int, half: bool) -> None:
 def test_norm_of_shared_parameters_after_a_step(ranks: Any, half: bool) -> None:
     ranks(1).run(norms, half)
     ranks(2).run(norms, half)
+
+
+def channels_last(rank: int, world_size: int) -> str:
+    sizes = ((10, 20, 3), (20, 10, 5), (10, 10, 1))
+    model = nn.Sequential(*(nn.Conv2d(*size, bias=False) for size in sizes))
+    return told(lambda: compiled(model.to(memory_format=torch.channels_last), units=[]))
+
+
+def test_parameters_in_channels_last(ranks: Any) -> None:
+    for said in ranks(1).run(channels_last):
+        assert "parameter '0.weight' is not contiguous" in said
+        assert "Make it contiguous: nn.Parameter(x.contiguous())" in said
+
+
+def half_embedding() -> Any:
+    model = compiled(nn.Embedding(5, 4).half(), units=[], strategy=NO_SHARD)
+    assert model(torch.arange(5)).dtype == torch.float16
+    return model
+
+
+def data_in_fp32(rank: int, world_size: int) -> str:
+    weight = half_embedding().weight
+    return told(lambda: setattr(weight, "data", weight.data.float()))
+
+
+def model_in_fp32(rank: int, world_size: int) -> None:
+    model = half_embedding().float()
+    out = model(torch.arange(5))
+    assert out.dtype == torch.float32
+    assert_close(out, full(model.weight).detach())
+
+
+def test_data_in_another_dtype(ranks: Any) -> None:
+    """Of one parameter it is refused where it is written; `model.float()` converts all."""
+    for said in ranks(2).run(data_in_fp32):
+        assert "param.data = a tensor of shape [5, 4] and torch.float32, of a sharded" in said
+        assert "Convert the whole model (model.to(...))" in said
+    ranks(2).run(model_in_fp32)
+
+
+class Encoder(nn.Module):
+    """Its encoder alone is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), nn.Linear(2, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+def partly(rank: int, world_size: int) -> None:
+    model = Encoder()
+    names = [name for name, _ in model.named_parameters()]
+    numel = sum(param.numel() for param in model.parameters())
+    head = list(model.head.parameters())
+    model.encoder = compiled(model.encoder, units=[])
+    assert [name for name, _ in model.named_parameters()] == names
+    assert sum(param.numel() for param in model.parameters()) == numel
+    assert all(a is b for a, b in zip(model.head.parameters(), head, strict=True))
+    model.to(torch.float64)
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+    out = model(torch.randn(2, 4, dtype=torch.float64))
+    assert out.dtype == torch.float64
+    out.sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
+
+
+def test_part_of_a_model(ranks: Any) -> None:
+    """Elements and names are as they were; the rest keeps its parameters; both are converted."""
+    ranks(2).run(partly)
+
+
+def no_parameters(rank: int, world_size: int) -> int:
+    model = compiled(nn.Sequential(nn.ReLU()), units=[])
+    x = torch.randn(2)
+    assert torch.equal(model(x), torch.relu(x))
+    return len(list(model.parameters()))
+
+
+def test_module_without_parameters(ranks: Any) -> None:
+    assert ranks(1).run(no_parameters) == [0]

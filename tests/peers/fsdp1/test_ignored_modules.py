@@ -1,6 +1,7 @@
 """torch's test_fsdp_ignored_modules.py: what stays whole, and is reduced by nobody."""
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -110,7 +111,9 @@ def test_ignored_parameters_of_a_unit(ranks: Any, function: bool, bias: bool) ->
 def everything(rank: int, world_size: int) -> None:
     """FSDP1 warns when the model itself is ignored; then nothing is sharded."""
     module = Model()
-    model = compiled(module, units=[], ignored=[module])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = compiled(module, units=[], ignored=[module])
     assert sharded(model) == set()
     train(model)
 

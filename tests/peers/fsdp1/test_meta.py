@@ -80,7 +80,12 @@ def filled(rank: int, world_size: int, kind: Any, init: Any, units: Any) -> None
 @pytest.mark.parametrize("init", [fill, None], ids=["param_init_fn", "reset_parameters"])
 @pytest.mark.parametrize(
     ("kind", "units"),
-    [(Model, always_wrap_policy), (Model, []), (Nested, always_wrap_policy), (Nested, ["lin1"])],
+    [
+        (Model, always_wrap_policy),
+        (Model, []),
+        (Nested, always_wrap_policy),
+        (Nested, ["lin1", "l3"]),
+    ],
     ids=["all", "root_alone", "nested", "nested_by_hand"],
 )
 def test_filled(ranks: Any, kind: Any, init: Any, units: Any) -> None:

@@ -26,7 +26,7 @@ from torch.testing import assert_close
 
 from fxshard.runtime.world.c10d import C10dWorld
 from tests.fsdp2 import full
-from tests.peers.fsdp1.models import LAYERS, Transformer
+from tests.peers.fsdp1.models import Transformer
 from tests.peers.fsdp1.shared import (
     FULL,
     GRAD_OP,
@@ -164,20 +164,21 @@ def test_dtypes_that_all_differ(ranks: Any, world_size: int, strategy: Any) -> N
     ranks(world_size).run(end_to_end, POLICIES["all_differ"], F64, False, options)
 
 
-def buffers_saved(rank: int, world_size: int) -> list[torch.dtype]:
+def buffers_saved(rank: int, world_size: int, policy: MixedPrecision) -> list[torch.dtype]:
     """As FSDP1 saves them; what is sharded, and written into in place, is as the model has it."""
-    model = compiled(Checks(F32, HALF), units=[], mixed_precision=HALF)
-    values = model.buffer.double()
+    model = compiled(Checks(F32, policy), units=[], mixed_precision=policy)
+    values, dtype = model.buffer.double(), policy.buffer_dtype or F64
     full = model.full_state_dict(rank0_only=False)
     assert torch.equal(full["buffer"], values)
     model.buffer.zero_()
     model.load_state_dict(full)  # which casts
-    assert model.buffer.dtype is F16 and torch.equal(model.buffer.double(), values)
+    assert model.buffer.dtype is dtype and torch.equal(model.buffer.double(), values)
     return [full["buffer"].dtype, model.state_dict()["buffer"].dtype]
 
 
-def test_buffers_are_saved_in_their_dtype(ranks: Any) -> None:
-    assert ranks(2).run(buffers_saved) == [[F64, F16]] * 2
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_buffers_are_saved_in_their_dtype(ranks: Any, policy: MixedPrecision) -> None:
+    assert ranks(2).run(buffers_saved, policy) == [[F64, policy.buffer_dtype or F64]] * 2
 
 
 # -- embeddings, batch norm ------------------------------------------------------------------------
@@ -541,7 +542,9 @@ class WithAverage(nn.Module):
 
 def averaged(rank: int, world_size: int, strategy: Any) -> None:
     policy = MixedPrecision(param_dtype=F16)
-    model = compiled(WithAverage(), units=LAYERS, strategy=strategy, mixed_precision=policy)
+    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    units = ModuleWrapPolicy({nn.Transformer, *layers})
+    model = compiled(WithAverage(), units=units, strategy=strategy, mixed_precision=policy)
     optimizer = torch.optim.Adam(model.module.parameters(), lr=1e-2)
     torch.manual_seed(1 + rank)
     batch = torch.randn(8, 1, 16), torch.randn(16, 1, 16)

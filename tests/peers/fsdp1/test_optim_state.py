@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
@@ -221,7 +222,10 @@ def loaded(
     groups: bool = False,
     reverse: bool = False,
 ) -> None:
-    """Into a model with other units, on half of the ranks, with groups in another order."""
+    """Into a model with other units, on half of the ranks, with groups in another order.
+
+    What that model saves is its own state too, loads, and is trained on.
+    """
     first = compiled(build(), units=units[0])
     optimizer = adam(first, groups)
     step(first, optimizer)
@@ -239,7 +243,9 @@ def loaded(
     want = copy.deepcopy(other.state_dict())
     to_load = second.optim_state_dict_to_load(other, state)
     same_state(to_load, want, local)  # by numbers, which `reverse` makes other ones on rank 0
-    other.load_state_dict(to_load)
+    again = second.optim_state_dict_to_load(other, state_of(second, other, kind))
+    same_state(again, want, local)
+    other.load_state_dict(again)
     step(second, other)
 
 
@@ -268,6 +274,53 @@ def test_full_state_loaded_on_half_of_the_ranks(
     ranks: Any, sent: str, units: Any, groups: bool, reverse: bool
 ) -> None:
     ranks(4).run(loaded, Nested, "full", True, sent, units, groups, reverse)
+
+
+def sent_by_rank_0(rank: int, world_size: int, units: Any, groups: bool) -> None:
+    """torch's function sends what rank 0 alone has, in the order of the groups on each rank."""
+    first = compiled(Nested(), units=units[0])
+    optimizer = adam(first, groups)
+    step(first, optimizer)
+    state = state_of(first, optimizer, "full", rank0=True)
+    assert (state == {}) == bool(rank)
+    second = compiled(Nested(), units=units[1])
+    other = adam(second, groups)
+    step(second, other)
+    want = copy.deepcopy(other.state_dict())
+    for group in want["param_groups"]:
+        group["betas"] = list(group["betas"])  # what torch makes of a tuple that it sends
+    step(second, other)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(second, other, state, options=options)
+    same_state(other.state_dict(), want, local)
+    step(second, other)
+
+
+@IN_GROUPS
+@NESTED_UNITS
+def test_full_state_sent_by_rank_0(ranks: Any, units: Any, groups: bool) -> None:
+    ranks(2).run(sent_by_rank_0, units, groups)
+
+
+def no_state(rank: int, world_size: int) -> str:
+    """FSDP1 would send rank 0's in the group of every second rank."""
+    first = compiled(Nested(), units=UNITS)
+    optimizer = adam(first)
+    step(first, optimizer)
+    state = state_of(first, optimizer, "full", rank0=True)
+    group = dist.new_group(ranks=range(0, world_size, 2))
+    if rank % 2:
+        return ""
+    second = compiled(Nested(), units=UNITS, process_group=group)
+    return told(lambda: second.optim_state_dict_to_load(adam(second), state))
+
+
+def test_ranks_without_a_state(ranks: Any) -> None:
+    """It is for the user to send it: `dist.broadcast_object_list`."""
+    said = ranks(4).run(no_state)
+    assert said[0] == "no error"
+    assert "the optimizer state says nothing of parameter 'bias'" in said[2]
+    assert "on every rank (rank0_only=False)" in said[2]
 
 
 @pytest.mark.sample(2)
@@ -304,12 +357,14 @@ class Unmanaged(Nested):
             self.block2[2].extra, self.extra = self.extra, None
 
 
-def unmanaged(rank: int, world_size: int, kind: str, inside: bool) -> str:
+def unmanaged(
+    rank: int, world_size: int, kind: str, inside: bool, ignored: tuple[str, ...] = ()
+) -> str:
     model = compiled(Nested(), units=UNITS)
     optimizer = adam(model)
     step(model, optimizer, 1)
     state = state_of(model, optimizer, kind)
-    other = compiled(Unmanaged(inside), units=UNITS)
+    other = compiled(Unmanaged(inside), units=UNITS, ignored=list(ignored))
     return told(lambda: other.optim_state_dict_to_load(adam(other), state))
 
 
@@ -318,6 +373,12 @@ def unmanaged(rank: int, world_size: int, kind: str, inside: bool) -> str:
 def test_parameter_that_the_state_does_not_know(ranks: Any, kind: str, inside: bool) -> None:
     for said in ranks(2).run(unmanaged, kind, inside):
         assert "the optimizer state says nothing of parameter" in said
+
+
+@EACH_KIND
+def test_ignored_parameter_that_the_state_does_not_know(ranks: Any, kind: str) -> None:
+    for said in ranks(2).run(unmanaged, kind, False, ("extra",)):
+        assert "the optimizer state says nothing of parameter 'extra'" in said
 
 
 # -- names and numbers -----------------------------------------------------------------------------

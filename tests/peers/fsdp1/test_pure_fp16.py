@@ -8,7 +8,8 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.testing import assert_close
 
 from tests.peers.fsdp1.models import Nested
-from tests.peers.fsdp1.shared import compiled, ddp, loss_of, train
+from tests.peers.fsdp1.shared import compiled, ddp, loss_of, reloaded, train
+from tests.peers.fsdp1.test_mixed_precision import reductions
 
 F16, F32 = torch.float16, torch.float32
 
@@ -19,10 +20,10 @@ class HalfNested(Nested):
 
 
 def as_ddp(rank: int, world_size: int, offload: bool) -> None:
-    """Of one step the losses are compared, as in torch's test."""
+    """Of one step the losses are compared, as in torch's test; then the model is loaded back."""
     want = train(ddp(HalfNested().half()), 1)
     model = compiled(HalfNested(), offload=CPUOffload(offload)).half()
-    got = train(model, 1)
+    got = train(model, 1, after_step=reloaded)
     assert got.dtype == F16
     assert_close(got, want)
 
@@ -40,7 +41,9 @@ def dtypes(rank: int, world_size: int, before: bool, policy: MixedPrecision) -> 
     assert {param.dtype for param in model.parameters()} == {F16}
     loss = loss_of(model)
     assert loss.dtype == (policy.param_dtype or F16)
-    loss.backward()
+    with reductions() as seen:
+        loss.backward()
+    assert seen == [policy.reduce_dtype or policy.param_dtype or F16]
     assert {param.dtype for param in model.parameters()} == {F16}
     assert {param.grad.dtype for param in model.parameters()} == {F16}
 

@@ -20,6 +20,7 @@ from tests.peers.fsdp1.shared import (
     loss_of,
     params_of,
     plain,
+    reloaded,
     same,
     sgd,
 )
@@ -28,15 +29,17 @@ OFFLOADED = pytest.mark.parametrize("offload", [True, False], ids=["offload", "s
 
 
 def scaled(model: Any, scaler: Any, half: bool) -> Tensor:
-    """Two steps; the last loss."""
-    optimizer = sgd(model)
+    """Two steps; the last loss. Ours casts inputs by its policy, and is loaded back after each."""
+    optimizer, reference = sgd(model), plain(model) is not model
     for _ in range(2):
         optimizer.zero_grad()
-        inputs = tuple(x.half() if half else x for x in plain(model).get_input())
+        inputs = tuple(x.half() if half and reference else x for x in plain(model).get_input())
         loss = loss_of(model, inputs)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        if not reference:
+            reloaded(model)
     return loss.detach()
 
 

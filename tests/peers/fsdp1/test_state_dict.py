@@ -187,6 +187,24 @@ def test_trained_as_ddp_and_loaded(ranks: Any, kind: str, on_cpu: bool) -> None:
     ranks(2).run(as_ddp, kind, on_cpu)
 
 
+def in_a_group_of_backends(rank: int, world_size: int, on_cpu: bool) -> None:
+    """The group's backends are named by device; parameters are zeroed as this rank holds them."""
+    model = compiled(Transformer(), process_group=dist.new_group(backend="cpu:gloo"))
+    state = saved(model, "sharded")
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict({n: value.cpu() if on_cpu else value for n, value in state.items()})
+    for name, param in model.named_parameters():
+        assert torch.equal(param.to_local(), before[name].to_local()), name
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "as_saved"])
+def test_loaded_in_a_group_of_backends(ranks: Any, on_cpu: bool) -> None:
+    ranks(2).run(in_a_group_of_backends, on_cpu)
+
+
 def into_plain(rank: int, world_size: int, kind: str, build: Any) -> None:
     torch.manual_seed(0)
     model = trained(rank, compiled(build(), units=["inner"] if build is Model else MODELS[build]))
@@ -454,19 +472,20 @@ def test_ranks_without_rows(ranks: Any) -> None:
     ranks(2).run(one_element)
 
 
-def through_a_file(rank: int, world_size: int) -> None:
+def through_a_file(rank: int, world_size: int, weights_only: bool) -> None:
     state = compiled(Model(), units=[]).state_dict()
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    read = torch.load(file, weights_only=False)
+    read = torch.load(file, weights_only=weights_only)
     assert list(read) == list(state)
     for name, value in state.items():
         assert torch.equal(full(read[name]), full(value))
 
 
-def test_torch_save(ranks: Any) -> None:
-    ranks(2).run(through_a_file)
+@pytest.mark.parametrize("weights_only", [True, False], ids=["weights_only", "any"])
+def test_torch_save(ranks: Any, weights_only: bool) -> None:
+    ranks(2).run(through_a_file, weights_only)
 
 
 def wrong_keys(rank: int, world_size: int) -> Any:

@@ -178,6 +178,51 @@ def test_two_optimizers(ranks: Any, strategy: Any) -> None:
     ranks(2).run(two_optimizers, strategy)
 
 
+def updated_by_hand(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """The next forward gathers what was written: parameters are as DDP's."""
+    pair = ddp(Transformer()), compiled(Transformer(), **options)
+    for _ in range(3):
+        losses = [loss_of(model) for model in pair]
+        for model, loss in zip(pair, losses, strict=True):
+            loss.backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.01 * param.grad
+                    param.grad = None
+        assert_close(losses[1], losses[0])
+    same(pair[1], pair[0])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("offload", [False, True], ids=["stays", "offload"])
+@pytest.mark.parametrize(
+    "prefetch", [{}, {"backward_prefetch": "pre", "forward_prefetch": True}], ids=["plain", "ahead"]
+)
+def test_updated_by_hand(ranks: Any, prefetch: dict[str, Any], offload: bool) -> None:
+    ranks(2).run(updated_by_hand, prefetch | {"offload": CPUOffload(offload)})
+
+
+def in_dynamo(rank: int, world_size: int, strategy: Any) -> None:
+    """Ten steps of Adam on `torch.compile` of what fxshard compiled: losses are DDP's."""
+    pair = ddp(Transformer()), compiled(Transformer(), strategy=strategy)
+    calls = [pair[0], torch.compile(pair[1], backend="eager")]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2, eps=EPS) for model in pair]
+    inputs = plain(pair[0]).get_input()
+    for _ in range(10):
+        losses = [call(*inputs).sum() for call in calls]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(losses[1], losses[0])
+
+
+@pytest.mark.sample(2)
+@EACH_STRATEGY
+def test_torch_compile_around_it(ranks: Any, strategy: Any) -> None:
+    ranks(2).run(in_dynamo, strategy)
+
+
 # -- two forwards, one backward --------------------------------------------------------------------
 
 
