@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from fxshard._torch.fully_sharded import replaced
@@ -25,6 +28,17 @@ def reduced() -> set[int]:
     """
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return {id(param) for each in found for param in each._module_parameters}
+
+
+def reduced_by(module: nn.Module) -> str:
+    """Which of torch's own reduces gradients of `module` itself; empty if none does.
+
+    (torch/distributed/_composable/replicate.py: ``replicate`` leaves its name in a registry)
+    """
+    for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
+        if isinstance(module, wrapper):
+            return wrapper.__name__
+    return "replicate" if "replicate" in (_get_registry(module) or {}) else ""
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import fake_tensors
+from fxshard._torch import data_parallel, fake_tensors
 from fxshard._torch.dtensors import local_part
 from fxshard.errors import CaptureError, UnitError
 from fxshard.ir.extensions import has_extension
@@ -28,6 +28,19 @@ def check_printable(model: nn.Module) -> None:
             raise UnitError(
                 f"{name!a}: a name of a module, parameter or buffer with a character that cannot "
                 f"be printed. Schedules and reports name it in lines of text: rename it."
+            )
+
+
+def check_reduced_here(model: nn.Module) -> None:
+    """Raise UnitError if something of torch's reduces gradients of a part of `model` itself."""
+    for name, module in model.named_modules():
+        if by := data_parallel.reduced_by(module):
+            what = f"module {name!r}" if name else "the model"
+            raise UnitError(
+                f"{what} is one of torch's {by}, which reduces gradients itself, as programs "
+                f"cannot know. Give fxshard the plain module: it replicates and shards; or put "
+                f"DistributedDataParallel around the whole model, with what is sharded in "
+                f"_set_params_and_buffers_to_ignore_for_model."
             )
 
 

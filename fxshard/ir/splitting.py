@@ -27,6 +27,7 @@ from fxshard.ir.shardable import (
     check_kinds,
     check_memory,
     check_printable,
+    check_reduced_here,
     check_shardable,
 )
 from fxshard.ir.tensor_parallel import placed as placed_elsewhere
@@ -48,11 +49,13 @@ def find_units(
         also: FQNs of modules that are units besides those of `spec`.
 
     Raises:
-        UnitError: a pattern matches no module, a parameter cannot be sharded, or
-            parameters and buffers are of a kind or lie in memory as programs cannot keep it; or a
-            name has a line break or another character that cannot be printed.
+        UnitError: a pattern matches no module, a parameter cannot be sharded, or torch's own
+            reduces gradients of a part; or parameters and buffers are of a kind or lie in memory as
+            programs cannot keep it; or a name has a line break or another character that cannot be
+            printed.
     """
     check_printable(model)
+    check_reduced_here(model)
     out_modules, out_params = ignored_of(model, ignored)
     check_kinds(model, out_params)
     check_memory(model, out_params)

@@ -1,6 +1,7 @@
 """`fxshard.fully_shard` in the place of torch's: FSDP2 scripts run as they are, or are refused."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import fxshard
@@ -299,6 +306,36 @@ def test_what_cannot_be_is_refused_with_what_to_do(ranks: Any) -> None:
         assert found.keys() == REFUSALS.keys()
         for case, said in REFUSALS.items():
             assert said in found[case], (case, found[case])
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "replicate": replicate,
+    "DistributedDataParallel": DistributedDataParallel,
+    "FullyShardedDataParallel": lambda block: FullyShardedDataParallel(
+        block, device_id=torch.device("cpu")
+    ),
+}
+
+
+def parts_of_torchs(rank: int, world_size: int) -> list[str]:
+    """What each verb says of a model with a part whose gradients torch reduces."""
+    found = []
+    for name, wrap in WRAPPERS.items():
+        for verb in (fxshard.fully_shard, fxshard.compile, fxshard.shard):
+            model = net()
+            model.blocks[1] = wrap(model.blocks[1])
+            before = dict(model.named_parameters())
+            said = told(functools.partial(verb, model))
+            assert f"module 'blocks.1' is one of torch's {name}" in said, said
+            after = dict(model.named_parameters())
+            assert type(model) is Net and all(after[key] is before[key] for key in before)
+            found.append(said)
+    return found
+
+
+def test_parts_whose_gradients_torch_reduces_are_refused(ranks: Any) -> None:
+    for found in ranks(2).run(parts_of_torchs):
+        assert all("Give fxshard the plain module" in said for said in found)
 
 
 def without_root(rank: int, world_size: int) -> str:
