@@ -72,7 +72,7 @@ class GatheringTensor(DTensor):
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:
         made = torch_dtensors.unflattened(*args)
-        made.__class__ = GatheringTensor  # type: ignore[assignment]
+        made.__class__ = GatheringTensor
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
