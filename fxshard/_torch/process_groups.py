@@ -6,7 +6,8 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,6 +164,35 @@ def new_group(
     finally:
         distributed_c10d._hash_ranks_to_str = named
         distributed_c10d._world.group_count = count
+
+
+# By parent, ranks and backend. torch holds a group until it is destroyed.
+_Shared = weakref.WeakValueDictionary[tuple[tuple[int, ...], str | None], dist.ProcessGroup]
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
+
+
+def shared_group(
+    ranks: Sequence[int], parent: dist.ProcessGroup, backend: str | None = None
+) -> dist.ProcessGroup:
+    """As `new_group`, but one for equal arguments, as long as that lives.
+
+    Each group of gloo has threads and connections of its own. Collective over `ranks`, which all
+    ask for the same groups in the same order.
+    """
+    made = _shared.setdefault(parent, weakref.WeakValueDictionary())
+    key = (tuple(ranks), backend)
+    group = made.get(key)
+    if not is_alive(group):
+        group = made[key] = new_group([*ranks], parent, backend)
+    return group
+
+
+def is_alive(group: dist.ProcessGroup | None) -> bool:
+    """False if it is None or was destroyed."""
+    try:
+        return group is not None and bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False
 
 
 @functools.cache

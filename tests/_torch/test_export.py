@@ -259,6 +259,13 @@ def groups_again(rank: int, world_size: int) -> None:
         assert process_groups.group_timeout(group) == process_groups.group_timeout(parent)
         dist.destroy_process_group(group)
     assert len(set(names)) == 3
+    shared = process_groups.shared_group(everyone, parent)
+    assert process_groups.shared_group(everyone, parent) is shared
+    assert process_groups.shared_group(everyone, parent, "gloo") is not shared
+    assert process_groups.is_alive(shared) and not process_groups.is_alive(None)
+    dist.destroy_process_group(shared)
+    assert not process_groups.is_alive(shared)
+    assert process_groups.shared_group(everyone, parent) is not shared
     if rank:
         process_groups.new_group([rank], parent)
     assert distributed_c10d._world.group_count == count, "a user's groups would have other names"

@@ -103,9 +103,6 @@ def staged(value: T) -> T:
     return made
 
 
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-
-
 def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """A group of the same ranks on the CPU, for collectives beside those of training; one for each.
 
@@ -115,17 +112,4 @@ def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return None
     parent = group or dist.group.WORLD
     assert parent is not None
-    for gone in [each for each in _groups if not is_alive(each)]:
-        del _groups[gone]
-    if not is_alive(_groups.get(parent)):
-        ranks = dist.get_process_group_ranks(parent)
-        _groups[parent] = process_groups.new_group(ranks, parent, backend="gloo")
-    return _groups[parent]
-
-
-def is_alive(group: dist.ProcessGroup | None) -> bool:
-    """False if it is None or was destroyed."""
-    try:
-        return group is not None and bool(dist.get_process_group_ranks(group))
-    except KeyError:
-        return False
+    return process_groups.shared_group(dist.get_process_group_ranks(parent), parent, "gloo")

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fxshard._torch import process_groups
 from fxshard.errors import CheckpointError
-from fxshard.runtime.checkpoint import background
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Ranks:
 
     def require_group(self) -> None:
         """Raise ValueError if the group was destroyed since."""
-        if not self.alone and not background.is_alive(self.group or dist.group.WORLD):
+        if not self.alone and not process_groups.is_alive(self.group or dist.group.WORLD):
             raise ValueError(_DESTROYED)
 
     def each(self, action: Callable[[], T], complaint: str) -> T:

@@ -185,7 +185,7 @@ class C10dWorld(AgreeingRank):
                 rows = each.mesh.mesh.reshape(-1, size).tolist()
                 (mine,) = [row for row in rows if dist.get_rank() in row]
                 parent = self.groups[each.grid.group("shard")]
-                group = process_groups.new_group(mine, parent)
+                group = process_groups.shared_group(mine, parent)
                 self.groups[each.grid.group(f"reshard{size}")] = group
         everyone, ranks = [*own.groups], mesh.size()
         self.groups |= {group_name(other): other.get_group() for other in beside}

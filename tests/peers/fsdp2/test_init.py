@@ -380,3 +380,26 @@ def replaced_later(rank: int, world_size: int) -> None:
 
 def test_a_parameter_that_is_made_anew_before_forward(ranks: Any) -> None:
     ranks(2).run(replaced_later)
+
+
+def groups_of_units(rank: int, world_size: int) -> None:
+    """Units that are resharded to two of four ranks, each by itself and two in a list."""
+
+    def mlps() -> nn.Module:
+        return nn.Sequential(*(MLP(8) for _ in range(3)))
+
+    known = dist.distributed_c10d._world.pg_map
+    shard(made(mlps), reshard_after_forward=2)
+    before = len(known)
+    ref, model = pair(mlps, reshard_after_forward=2)
+    other = made(mlps)
+    fxshard.fully_shard([other[0], other[1]], reshard_after_forward=2)
+    shard(other, other[2], reshard_after_forward=2)
+    assert len(known) == before, "one group of the same ranks for all units and models"
+    torch.manual_seed(rank)
+    for each in (model, other):
+        train_alike(copy.deepcopy(ref), each, lambda: (torch.randn(2, 8),), 3)
+
+
+def test_units_of_one_group_of_ranks_share_its_communicator(ranks: Any) -> None:
+    ranks(4).run(groups_of_units)
