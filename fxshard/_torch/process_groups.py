@@ -182,7 +182,7 @@ def shared_group(
     made = _shared.setdefault(parent, weakref.WeakValueDictionary())
     key = (tuple(ranks), backend)
     group = made.get(key)
-    if not is_alive(group):
+    if group is None or not is_alive(group):
         group = made[key] = new_group([*ranks], parent, backend)
     return group
 
