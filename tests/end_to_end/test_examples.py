@@ -299,3 +299,10 @@ def test_train_tensor_parallel(tmp_path: Path) -> None:
     found = losses(said)
     assert len(found) == 4 and found[-1] < found[0] / 3
     assert "this rank has (64, 64)" in said and "(tp: 1 all-gather)" in said
+
+
+@slow
+def test_validate_tensor_parallel(tmp_path: Path) -> None:
+    said = run(tmp_path, "validate_tensor_parallel.py", ranks=1)
+    assert said.count("largest difference 0 bytes") == 2 and ", 0 wrong." in said
+    assert re.search(r"^wrong +gradient +llama\S+down_proj", said, re.MULTILINE)
