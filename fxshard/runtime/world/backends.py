@@ -32,7 +32,7 @@ each row on gloo.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,11 @@ class Backend:
         return 1 if one else len(tags.operands(launch))
 
     def all_gather(
-        self, group: Any, buffers: Sequence[Tensor], shards: Sequence[Tensor]
+        self,
+        group: Any,
+        buffers: Sequence[Tensor],
+        shards: Sequence[Tensor],
+        alias: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[dist.Work]:
         """Gather each of `shards` into the buffer beside it; yields works in flight.
 
@@ -68,11 +72,18 @@ class Backend:
             group: the process group.
             buffers: flat, `as_bytes`, one per shard.
             shards: the same.
+            alias: makes what the backend may hold of a buffer (`Aliases.of`). None: whoever asks
+                frees the buffers, however many refer to them.
         """
         if self.coalesces_gathers:
             yield group.allgather_into_tensor_coalesced(buffers, shards)
             return
         for buffer, shard in zip(buffers, shards, strict=True):
+            if alias is not None:
+                # Into one buffer is what gloo does in this way too, with parts that it makes itself
+                # and that nobody else can let go of.
+                yield group.allgather([list(map(alias, buffer.chunk(group.size())))], [shard])
+                continue
             yield process_groups.all_gather_single(buffer, shard, group=group, async_op=True)
 
 

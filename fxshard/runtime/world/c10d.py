@@ -222,12 +222,15 @@ class C10dWorld(AgreeingRank):
         members = self.reductions.get(group) or self.groups[group]
         return self._reduce(grads, op, members, ops.reduce_scatter, pair, group)
 
-    def _gather(self, tensors: list[Tensor], members: Any, *launched: Any) -> list[Tensor]:
-        """`launched`: see `_launch`."""
+    def _gather(
+        self, tensors: list[Tensor], members: Any, *launched: Any, freed: bool = True
+    ) -> list[Tensor]:
+        """`launched`: see `_launch`; `freed`: buffers are by `free`, and not by being dropped."""
         buffers = [t.new_empty(layout.gathered(t.shape, members.size())) for t in tensors]
         with self._launch(*launched) as launch:
             into, sent = list(map(as_bytes, buffers)), launch.aliases(map(as_bytes, tensors))
-            launch.works += backend_of(members).all_gather(members, into, sent)
+            alias = None if freed else launch.alias
+            launch.works += backend_of(members).all_gather(members, into, sent, alias)
         return buffers
 
     def _reduce(self, tensors: list[Tensor], op: str, members: Any, *launched: Any) -> list[Tensor]:
@@ -292,7 +295,8 @@ class C10dWorld(AgreeingRank):
         self, tensors: list[Tensor], pair: int, group: str, ranks: str
     ) -> list[Tensor]:
         members = process_groups.called(ranks)
-        return self._gather(tensors, members, ops.model_all_gather, pair, group, group)
+        launched = ops.model_all_gather, pair, group, group
+        return self._gather(tensors, members, *launched, freed=False)
 
     def model_reduce_scatter(
         self, tensors: list[Tensor], pair: int, group: str, ranks: str, op: str
