@@ -23,6 +23,7 @@ from fxshard._torch.fully_sharded import replaced
 
 AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # torch 2.13 wraps by an operator, whose fake kernel makes a copy.
 WRAP: Any = getattr(
     getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd", None), "default", None
@@ -49,6 +50,12 @@ def called_eagerly(ours: FakeTensorMode) -> Iterator[None]:
     name = "_are_we_tracing"
     with replaced([(each, name, traced) for each in _ASKING if hasattr(each, name)]):
         yield
+
+
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """Let `WAIT` of `tensor` wait for `work`, which writes it."""
+    made: Any = torch._C._distributed_c10d
+    made._register_work(tensor, work)
 
 
 def finished(tensors: list[torch.Tensor]) -> Any:

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxshard._torch import autograd, export, fake_tensors, trees
+from fxshard._torch import autograd, collectives, export, fake_tensors, fully_sharded, trees
 from fxshard._torch import sizes as torch_sizes
 from fxshard.capture import fakes, refusals, shapes
 from fxshard.capture.cuda import operators as cuda_operators
@@ -219,10 +219,18 @@ def trace_loss(
             flat[position] = tensor if keeps else tensor.detach()
         for position in same.keys() | same.values():
             flat[position] = flat[of_first[same.get(position, position)]]
+        for position, placed in signature.placed:
+            flat[position] = placed.around(flat[position])
         del made, tensor
         out = trees.tree_unflatten(flat, signature.out_spec)
         try:
-            with cuda_operators.substituted() if on_cuda else contextlib.nullcontext(), recorder:
+            with contextlib.ExitStack() as stack:
+                if on_cuda:
+                    stack.enter_context(cuda_operators.substituted())
+                if signature.placed:
+                    stack.enter_context(collectives.called_eagerly(mode))
+                    stack.enter_context(fully_sharded.propagation_unseen())
+                stack.enter_context(recorder)
                 value = loss(out)
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
                     raise ConfigError("loss=...: expected a scalar tensor to come back.")

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from fxshard._torch import collectives
 from fxshard._torch.fake_tensors import FakeTensorMode, is_fake
-from fxshard._torch.modes import TorchDispatchMode
+from fxshard._torch.modes import TorchDispatchMode, is_wrapper
 from fxshard.ir import tags
 
 
@@ -187,7 +188,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # it runs the operator on what it holds: seen there
         kwargs = kwargs or {}
+        if func is collectives.WRAP:
+            return collectives.AsyncCollectiveTensor(args[0])
         if self._fake_mode is not None and func not in _FRESH:
             for tensor in tags.tensors([*args, *kwargs.values()]):
                 self._read(tensor, self._fake_mode)

@@ -193,7 +193,8 @@ class Plan:
     def _loss(self) -> LossStep | None:
         work = self.workload
         kept = work.keep_outputs or self.config.pipeline_stage  # schedules hold them until backward
-        return trace_loss(self.program, work.loss, keep_outputs=kept)
+        with work.around():
+            return trace_loss(self.program, work.loss, keep_outputs=kept)
 
     def other_starts(self) -> tuple[int, ...] | None:
         """The outputs that the loss is made of, if the program does not start from all of them."""

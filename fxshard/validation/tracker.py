@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch.fake_tensors import is_fake
-from fxshard._torch.modes import TorchDispatchMode
+from fxshard._torch.modes import TorchDispatchMode, is_wrapper
 from fxshard._torch.trees import tree_flatten
 from fxshard.codegen.world import World
 from fxshard.memory.category import CATEGORIES, Category, Curve, Matrix
+from fxshard.validation.eager_collectives import EagerCollectives
 
 
 @dataclasses.dataclass
@@ -73,6 +74,7 @@ class Tracker(TorchDispatchMode):
         """Args: `offloaded`: what the optimizer makes is on the host, beside its parameters."""
         super().__init__()
         self._offloaded = offloaded
+        self._collectives = EagerCollectives()
         self._storages: list[_Storage] = []
         self._events: list[_Event] = []
         self._numbers: dict[int, int] = {}  # id of a live storage -> its number
@@ -158,12 +160,12 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
+        if any(map(is_wrapper, types)):
             return NotImplemented  # DTensor runs the operator on local tensors: see it there
         kwargs = kwargs or {}
         if self.phase in ("loss", "loss backward") and func not in _OF_NEW_DATA:
             self._read((args, kwargs))
-        result = func(*args, **kwargs)
+        result = self._collectives.run(func, args, kwargs)
         self._events.append(_Event("ran"))  # what dies after it is still alive
         leaves, _ = tree_flatten(result)
         default = Category.ACTIVATION if self.phase in ("forward", "loss") else Category.TEMP
@@ -478,8 +480,12 @@ def _only_copies(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def _holds_memory(tensor: Tensor) -> bool:
-    """False for the meta and fake tensors of traces and of DTensor's shape rules."""
-    return not (tensor.is_meta or is_fake(tensor))
+    """False for the meta and fake tensors of traces and of DTensor's shape rules, and for wrappers.
+
+    A wrapper, such as an asynchronous collective's result, has a storage of its own with a size,
+    and no memory: that is of what it holds, which an operator gave before.
+    """
+    return not (tensor.is_meta or is_fake(tensor) or is_wrapper(type(tensor)))
 
 
 def _matrix(rows: Sequence[Any]) -> Matrix:

@@ -55,6 +55,31 @@ def test_collectives_of_fakes_wait_where_eager_ones_do() -> None:
             assert functional._are_we_tracing()
 
 
+def test_a_tensor_is_waited_for_by_the_work_that_is_registered() -> None:
+    """Once: afterwards the registry knows it no more."""
+    waited: list[torch.Tensor] = []
+
+    class Work(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            waited.append(made)
+            return True
+
+    with fake_process_group(0, 2):
+        made = torch.zeros(2)
+        collectives.register_work(made, Work())
+        alias = made.detach()  # the registry knows its memory
+        assert collectives.WAIT(alias) is alias and len(waited) == 1
+        collectives.WAIT(made)
+    assert len(waited) == 1
+
+
+def test_gather_is_what_functional_collectives_call() -> None:
+    with fake_process_group(0, 2), Seen() as seen:
+        waits: Any = functional.all_gather_tensor(torch.zeros(2), 0, dist.group.WORLD)
+        waits.trigger_wait()
+    assert str(collectives.GATHER) in seen.names
+
+
 def test_the_work_of_finished_has_results() -> None:
     tensors = [torch.zeros(2)]
     work: Any = dist.Work.unbox(collectives.finished(tensors))

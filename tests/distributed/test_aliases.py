@@ -2,15 +2,19 @@
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxshard.runtime.world.aliases import Aliases
 from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.validation.eager_collectives import EagerCollectives
 from tests.ranks import Ranks
 
 LONG = 60.0  # seconds: more than any thread waits to be run
@@ -31,6 +35,13 @@ def test_an_alias_is_the_tensor() -> None:
     alias = Aliases().of(tensor)
     assert alias is not tensor and alias.stride() == tensor.stride()
     assert alias.data_ptr() == tensor.data_ptr()
+
+
+def test_a_tensor_that_is_held_is_replaced() -> None:
+    made, aliases = torch.ones(2), Aliases()
+    mine = aliases.instead(made)
+    aliases.drop()
+    assert made.numel() == 0 and mine.sum() == 2
 
 
 # -- on ranks ---------------------------------------------------------------------------------
@@ -79,6 +90,62 @@ def alive_after(rank: int, world_size: int, times: int) -> dict[str, int]:
         del sent, made, written
         found[name] += any(storage() is not None for storage in storages)
     return found
+
+
+class Watched(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = EagerCollectives()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types:  # what a collective that runs on gives
+            return NotImplemented
+        return self.collectives.run(func, args, kwargs or {})
+
+
+FUNCTIONAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_gather": lambda sent: funcol.all_gather_tensor(sent, 0, dist.group.WORLD),
+    "all_gather of a scalar": lambda sent: funcol.all_gather_tensor(sent[0], 0, dist.group.WORLD),
+    "all_reduce": lambda sent: funcol.all_reduce(sent, "sum", dist.group.WORLD),
+    "reduce_scatter": lambda sent: funcol.reduce_scatter_tensor(sent, "sum", 0, dist.group.WORLD),
+    "all_to_all": lambda sent: funcol.all_to_all_single(sent, None, None, dist.group.WORLD),
+    "broadcast": lambda sent: funcol.broadcast(sent, 0, dist.group.WORLD),
+}
+
+
+def functional_alive_after(rank: int, world_size: int, times: int) -> dict[str, int]:
+    """Per functional collective, how often memory was alive after its result was read."""
+    found = dict.fromkeys(FUNCTIONAL, 0)
+    with Watched():
+        for name in [*FUNCTIONAL] * times:
+            sent = torch.arange(4.0) + rank
+            waits: Any = FUNCTIONAL[name](sent)
+            made = waits.trigger_wait()
+            assert torch.equal(made, expected(name, rank, world_size))
+            storages = [weakref.ref(t.untyped_storage()) for t in (sent, made)]
+            del sent, made, waits
+            found[name] += any(storage() is not None for storage in storages)
+    return found
+
+
+def expected(name: str, rank: int, world_size: int) -> Tensor:
+    of_ranks = torch.stack([torch.arange(4.0) + rank for rank in range(world_size)])
+    own = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
+    return {
+        "all_gather": of_ranks.flatten(),
+        "all_gather of a scalar": of_ranks[:, 0],
+        "all_reduce": of_ranks.sum(0),
+        "reduce_scatter": of_ranks.sum(0)[own],
+        "all_to_all": of_ranks[:, own].flatten(),
+        "broadcast": of_ranks[0],
+    }[name]
+
+
+def test_no_functional_collective_holds_memory_after_its_wait(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    found = ranks(2).run(functional_alive_after, 100)
+    assert found == [dict.fromkeys(FUNCTIONAL, 0)] * 2
 
 
 @pytest.mark.parametrize("world_size", [2])

@@ -24,6 +24,11 @@ class Aliases:
         self._made.append(tensor.detach())
         return self._made[-1]
 
+    def instead(self, tensor: Tensor) -> Tensor:
+        """What the step has in place of `tensor`, which a collective has made and holds."""
+        self._made.append(tensor)
+        return tensor.detach()
+
     def drop(self) -> None:
         """Let none of them refer to memory any more: all works are over."""
         while self._made:

@@ -1,0 +1,57 @@
+"""Functional collectives of code outside of the program, such as a loss that reads a DTensor.
+
+What gloo holds of them is given back when they have been waited for, and not when gloo's thread
+gets to it (see `fxshard.runtime.world.aliases`): one run would measure other bytes than the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fxshard._torch import collectives, process_groups
+from fxshard._torch.trees import tree_flatten, tree_map_tensors
+from fxshard.runtime.world.aliases import Aliases
+
+
+class EagerCollectives:
+    """Runs functional collectives, and knows what those in flight have."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Aliases] = {}  # by id of the storage that a collective writes
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``func(*args, **kwargs)``, of any operator."""
+        if func is collectives.WAIT:
+            result = func(*args, **kwargs)
+            if (held := self._held.pop(id(args[0].untyped_storage()), None)) is not None:
+                held.drop()
+            return result
+        if func.namespace != "_c10d_functional" or func is collectives.WRAP:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return func(*args, **kwargs)
+        held = Aliases()
+        made = self._launched(held, func, tree_map_tensors(held.of, args), kwargs)
+        for tensor in tree_flatten(made)[0]:
+            if isinstance(tensor, Tensor):
+                self._held[id(tensor.untyped_storage())] = held
+        return made
+
+    @staticmethod
+    def _launched(held: Aliases, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is not collectives.GATHER or not _is_gloo(args[2]):
+            return tree_map_tensors(held.instead, func(*args, **kwargs))
+        # gloo gathers into parts of the result in any case; these are known.
+        sent, size, name = args
+        sent = held.of(sent.view(1)) if not sent.dim() else sent
+        made = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+        work = process_groups.called(name).allgather([list(map(held.of, made.chunk(size)))], [sent])
+        collectives.register_work(made, work)
+        return made
+
+
+def _is_gloo(name: str) -> bool:
+    return dist.get_backend(process_groups.called(name)) == "gloo"
