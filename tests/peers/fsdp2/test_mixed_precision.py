@@ -347,7 +347,11 @@ class Recomputed(nn.Module):
 
 
 def recomputed(rank: int, world_size: int, what: str) -> None:
-    """What is cast around a unit is cast again when a checkpoint recomputes it."""
+    """What is cast around a unit is cast again when a checkpoint recomputes it.
+
+    Backward reads the input that was cast, and nothing that comes of the output: no more is
+    recomputed.
+    """
     if what == "input":
         policy = MixedPrecisionPolicy(BF16, BF16)
         dtypes = (FP32, BF16, BF16)
@@ -360,6 +364,7 @@ def recomputed(rank: int, world_size: int, what: str) -> None:
     x = torch.randn(8, 100)
     loss = model(x)
     loss.backward()
+    assert model.memory.recomputed() == ({"aten._to_copy": 1} if what == "input" else {})
     low = plain.linear.layer.to(BF16)
     theirs = low(x.to(BF16)).float().sum()
     theirs.backward()

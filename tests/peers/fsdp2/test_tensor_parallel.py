@@ -17,7 +17,6 @@ from torch.testing import assert_close
 import fxshard
 from tests.oracles import count_collectives
 from tests.peers.fsdp2.common import MLP, adam, average_grads, shard
-from tests.peers.fsdp2.test_grad_scaler import assert_scales
 from tests.peers.fsdp2.test_init import assert_filled_and_trained
 from tests.peers.fsdp2.test_state_dict import assert_saves_and_loads
 from tests.ranks import told
@@ -233,18 +232,6 @@ def test_states_of_eight_ranks_are_saved_and_loaded(
 ) -> None:
     """On the meshes that torch's tests have: four ranks of tensor parallelism; a hybrid one."""
     ranks(8).run(saved, shape, dim)
-
-
-def scaled(rank: int, world_size: int, inf: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    _, model = two_mlps(mesh, "dp")
-    assert_scales(model, torch.randn(4, 8), rank, inf)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inf", [False, True])
-def test_a_scaler_in_two_dimensions(ranks: Any, inf: bool) -> None:
-    ranks(4).run(scaled, inf)
 
 
 def synchronised(rank: int, world_size: int) -> str:
