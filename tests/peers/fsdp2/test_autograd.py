@@ -84,9 +84,14 @@ class Pair(NamedTuple):
     y: Tensor
 
 
+def anew() -> Any:
+    return collections.namedtuple("Anew", "x y")
+
+
 WRAP: dict[str, Any] = {
     "list": lambda x: [x],
     "namedtuple": lambda x: Pair(x, torch.ones_like(x)),
+    "namedtuple of each call": lambda x: anew()(x, torch.ones_like(x)),
     "tuple": lambda x: (x,),
     "dict": lambda x: {"x": x},
 }
@@ -104,7 +109,7 @@ class Inside(nn.Module):
         y = self.lin2(self.lin1(x).relu()).relu()
         if isinstance(held, dict):
             return {"x": y}
-        return type(held)(y, held[1]) if isinstance(held, Pair) else type(held)([y])
+        return type(held)(y, held[1]) if hasattr(held, "_fields") else type(held)([y])
 
 
 class To(nn.Module):
