@@ -158,7 +158,7 @@ def test_hooks_after_accumulation_run_once(ranks: Any) -> None:
 
 def stepped_in_hooks(rank: int, world_size: int, offload: bool) -> None:
     """AdamW and a scheduler of each parameter, in its hook, beside the usual ones."""
-    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     ref, model = made(Transformer), made(Transformer)
     for each in (ref, model):
         shard(each, offload_policy=policy)
