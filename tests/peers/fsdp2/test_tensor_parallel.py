@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -232,6 +234,52 @@ def test_states_of_eight_ranks_are_saved_and_loaded(
 ) -> None:
     """On the meshes that torch's tests have: four ranks of tensor parallelism; a hybrid one."""
     ranks(8).run(saved, shape, dim)
+
+
+class Looks(nn.Module):
+    """Asserts what its weight is where forward reads it: a DTensor, in the dtype of compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in (self.in_proj.weight, self.out_proj.weight):
+            if isinstance(weight, DTensor):
+                assert weight.dtype == weight._spec.tensor_meta.dtype == torch.bfloat16
+                assert weight.to_local().dtype == torch.bfloat16
+        return self.out_proj(self.in_proj(x).relu())
+
+
+def in_bf16(rank: int, world_size: int, compiled: bool) -> None:
+    """Beside torch's tensor parallelism of the same model in bf16, without FSDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(42)
+    plain = nn.Sequential(Looks(), Looks())
+    ref, model = (
+        parallelize_module(copy.deepcopy(plain).to(dtype), mesh["tp"], PLAN)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    torch.manual_seed(43 + rank // 2)
+    x = torch.randn(4, 8)
+    losses = [run(x).sum(), ref(x.bfloat16()).sum()]
+    assert losses[0].dtype == torch.bfloat16 and torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    params: Any = zip(model.parameters(), ref.parameters(), strict=True)
+    for mine, theirs in params:
+        for each in (mine, mine.grad):
+            assert each.dtype == each._spec.tensor_meta.dtype == torch.float32
+        grad = theirs.grad.full_tensor().float()
+        dist.all_reduce(grad, group=mesh["dp"].get_group())
+        assert torch.equal(mine.grad.full_tensor(), grad / 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forward_reads_dtensors_in_the_dtype_of_compute(ranks: Any, compiled: bool) -> None:
+    ranks(4).run(in_bf16, compiled)
 
 
 def synchronised(rank: int, world_size: int) -> str:
