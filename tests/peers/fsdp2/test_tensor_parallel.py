@@ -100,7 +100,7 @@ def stacked(
         assert torch.equal(mine.full_tensor(), theirs)
     optimizers = adam(ref), adam(model)
     torch.manual_seed(43 + rank // shape[-1])
-    for _ in range(10):
+    for step in range(10):
         x = torch.randn(8, dim)
         losses = [each(x).sum() for each in (ref, model)]
         for loss in losses:
@@ -109,7 +109,7 @@ def stacked(
         average_grads(ref, group)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
     for param in model.parameters():
         assert isinstance(param, DTensor) and param.device_mesh.mesh_dim_names == names
 
