@@ -74,6 +74,19 @@ def check_gradient_dtype(fqn: str, param: torch.Tensor) -> None:
         )
 
 
+def check_type(fqn: str, param: torch.Tensor) -> None:
+    """Raise UnitError if the package spmd_types says of `param` how ranks share it.
+
+    It says so in an attribute, which FSDP2 reads since torch 2.14, and gives to what is unsharded.
+    """
+    if said := getattr(param, "_local_type", None):
+        raise UnitError(
+            f"parameter {fqn!r} has a type of the package spmd_types ({said}), which neither its "
+            f"shards nor what is gathered of them would have. Parallelise the model with DTensors "
+            f"instead (torch.distributed.tensor.parallel.parallelize_module)."
+        )
+
+
 def check_kinds(model: nn.Module, out_params: Container[int]) -> None:
     """Raise UnitError if a parameter or buffer is more than the numbers in its storage.
 

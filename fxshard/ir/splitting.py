@@ -29,6 +29,7 @@ from fxshard.ir.shardable import (
     check_printable,
     check_reduced_here,
     check_shardable,
+    check_type,
 )
 from fxshard.ir.tensor_parallel import placed as placed_elsewhere
 from fxshard.ir.unit_choice import grouped, ignored_of, refuse_options, unit_fqns
@@ -84,6 +85,7 @@ def find_units(
         parallel = placed_elsewhere(aliases[0], param)
         if key not in out_params:
             check_shardable(aliases[0], param if parallel is None else local_part(param))
+            check_type(aliases[0], param)
             if not isinstance(param, DTensor):  # those of earlier calls of `fully_shard`
                 check_gradient_dtype(aliases[0], param)
             extension = extension_of(aliases[0], param, holders[key])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -99,13 +99,18 @@ def storage_maker(node: fx.Node) -> fx.Node | None:
 
     None: the storage is that of an input of the program.
     """
+    *_, first = lineage(node)
+    return first if first.op == "call_function" else None
+
+
+def lineage(node: fx.Node) -> Iterator[fx.Node]:
+    """`node`, and back through views and changes in place to what made its storage."""
     storages = tags.storage_ids(node)
-    while node.op == "call_function":
-        before = [n for n in node.all_input_nodes if tags.storage_ids(n) & storages]
-        if not before:
-            return node
-        node = before[0]
-    return None
+    found: fx.Node | None = node
+    while found is not None:
+        yield found
+        before = found.all_input_nodes if found.op == "call_function" else []
+        found = next((n for n in before if tags.storage_ids(n) & storages), None)
 
 
 def packed_results(launch: fx.Node) -> list[fx.Node]:
@@ -155,8 +160,8 @@ def dying_results(launch: fx.Node, kept: set[int]) -> list[fx.Node]:
     taken = kept
     if is_in_place(launch):
         for operand in tags.operands(launch):
-            maker = tags.source(operand) if operand.target is operator.getitem else operand
-            if is_launch(maker) and not ops.of(maker).holds:  # freed as its result
+            maker = next(filter(is_launch, lineage(operand)), None)
+            if maker is not None and not ops.of(maker).holds:  # freed as its result
                 taken = taken | tags.storage_ids(operand)
     return [item for item in items if not tags.storage_ids(item) & taken]
 

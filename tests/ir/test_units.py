@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -304,6 +305,17 @@ def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
         UnitError, match=r"'layers\.1\.gain' is not contiguous.*strides \[1, 6\].*contiguous\(\)"
     ):
         find_units(model)
+
+
+def test_a_parameter_with_a_type_of_ranks_is_refused() -> None:
+    """As the package spmd_types writes it; the shards and what is gathered would not have it."""
+    model = Transformer()
+    model.layers[1].gain = nn.Parameter(torch.randn(4))
+    model.layers[1].gain._local_type = {"tp": "S(0)"}  # type: ignore[attr-defined]
+    message = "parameter 'layers.1.gain' has a type of the package spmd_types ({'tp': 'S(0)'})"
+    with pytest.raises(UnitError, match=re.escape(message)):
+        find_units(model)
+    find_units(model, ignored=["layers.1"])
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,14 @@ class Pair(NamedTuple):
     y: Tensor
 
 
+def anew() -> Any:
+    return collections.namedtuple("Anew", "x y")
+
+
 WRAP: dict[str, Any] = {
     "list": lambda x: [x],
     "namedtuple": lambda x: Pair(x, torch.ones_like(x)),
+    "namedtuple of each call": lambda x: anew()(x, torch.ones_like(x)),
     "tuple": lambda x: (x,),
     "dict": lambda x: {"x": x},
 }
@@ -104,7 +109,7 @@ class Inside(nn.Module):
         y = self.lin2(self.lin1(x).relu()).relu()
         if isinstance(held, dict):
             return {"x": y}
-        return type(held)(y, held[1]) if isinstance(held, Pair) else type(held)([y])
+        return type(held)(y, held[1]) if hasattr(held, "_fields") else type(held)([y])
 
 
 class To(nn.Module):
@@ -153,7 +158,7 @@ def test_hooks_after_accumulation_run_once(ranks: Any) -> None:
 
 def stepped_in_hooks(rank: int, world_size: int, offload: bool) -> None:
     """AdamW and a scheduler of each parameter, in its hook, beside the usual ones."""
-    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     ref, model = made(Transformer), made(Transformer)
     for each in (ref, model):
         shard(each, offload_policy=policy)

@@ -103,13 +103,33 @@ def test_a_transformer_of_sequences(ranks: Any, crossed: bool) -> None:
     ranks(4).run(transformer, crossed)
 
 
+def placed_crosswise(rank: int, world_size: int) -> None:
+    """Linear layers are sharded along one dimension by FSDP, and along the other before."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    ref = made(lambda: Transformer(Args(layers=3)))
+    model = of_sequences(copy.deepcopy(ref), mesh["tp"])
+    shard(model, mesh=mesh["dp"], shard_placement_fn=crosswise)
+    linear = ("wq.weight", "wk.weight", "wv.weight", "wo.weight", "0.weight", "2.weight")
+    for (fqn, mine), theirs in zip(model.named_parameters(), ref.parameters(), strict=True):
+        dims = [each.dim for each in mine.placements if isinstance(each, Shard)]
+        if fqn.startswith("layers") and fqn.endswith(linear):
+            assert sorted(dims) == [0, 1] and mine.ndim == 2, fqn
+        assert dims, fqn
+        assert torch.equal(mine.full_tensor(), theirs)
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_transformer_sharded_along_other_dimensions(ranks: Any, count: int) -> None:
+    ranks(count).run(placed_crosswise)
+
+
 def offloaded(rank: int, world_size: int) -> None:
     """Of one rank of FSDP nothing is gathered, and nothing reduced; all have one batch."""
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
     ref = made(lambda: nn.Sequential(*(MLP(16) for _ in range(3))))
     plan = {"*.in_proj": ColwiseParallel(), "*.out_proj": RowwiseParallel()}
     model = parallelize_module(copy.deepcopy(ref), mesh["tp"], plan)
-    shard(model, mesh=mesh["dp"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    shard(model, mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
     both = adam(model), adam(ref)
     torch.manual_seed(0)
     x = torch.randn(4, 16)

@@ -17,6 +17,8 @@ def test_hybrid_units_train_as_ddp(ranks: Any, reshard: Any, late: Any) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("late", LATE, ids=lambda late: "+".join(late) or "on time")
-def test_hybrid_units_on_the_cpu_train_as_ddp(ranks: Any, late: Any) -> None:
-    offload = CPUOffloadPolicy(pin_memory=False)
+@pytest.mark.parametrize("pinned", [True, False])
+def test_hybrid_units_on_the_cpu_train_as_ddp(ranks: Any, pinned: bool, late: Any) -> None:
+    """Memory is pinned only where there is an accelerator; without one it is the same as not."""
+    offload = CPUOffloadPolicy(pin_memory=pinned)
     ranks(4).run(units, {"offload_policy": offload, "hybrid": True}, late)

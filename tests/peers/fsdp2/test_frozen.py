@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from tests.oracles import count_collectives
-from tests.peers.fsdp2.common import MLP, adam, ddp, made, shard, train_alike
+from tests.peers.fsdp2.common import MLP, adam, assert_parity, ddp, made, shard, train_alike
 
 RESHARD = [False, True, 2]
 
@@ -22,8 +23,22 @@ def biases_alone(model: nn.Module) -> None:
         param.requires_grad_("bias" in fqn)
 
 
+class Products(TorchDispatchMode):
+    """What runs, in order: products of matrices, those of forward ("addmm") too, and reductions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name in ("mm", "addmm") or "reduce_scatter" in name:
+            self.names.append("reduce" if "reduce_scatter" in name else name)
+        return func(*args, **(kwargs or {}))
+
+
 def within(rank: int, world_size: int, reshard: Any, checkpointed: bool, late: bool) -> None:
-    """Biases are trained alone; what is reduced are theirs."""
+    """Biases are trained alone; what is reduced are theirs, each unit's before backward goes on."""
     model = made(lambda: nn.Sequential(*(MLP(32) for _ in range(3))))
     if not late:
         biases_alone(model)
@@ -35,14 +50,28 @@ def within(rank: int, world_size: int, reshard: Any, checkpointed: bool, late: b
         biases_alone(model)
         biases_alone(ref)
     biases = sum(p.numel() for fqn, p in model[0].named_parameters() if "bias" in fqn)
-    for _ in range(2):
-        model.zero_grad()
-        with count_collectives() as seen:
-            model(torch.ones(8, 32)).sum().backward()
+    both = [(ref, adam(ref)), (model, adam(model))]
+    for step in range(10):
+        x = torch.randn(8, 32)
+        for _, optim in both:
+            optim.zero_grad(set_to_none=step % 2 == 0)
+        losses = [each(x).sum() for each, _ in both]
+        losses[0].backward()
+        with count_collectives() as seen, Products() as ran:
+            losses[1].backward()
+        for _, optim in both:
+            optim.step()
+        assert_parity(ref, model)
+        assert_close(losses[1], losses[0])
         reduced = [call.nbytes for call in seen.calls if call.kind == "reduce_scatter"]
         assert reduced == [biases * 4] * 3
-    model.zero_grad()
-    train_alike(ref, model, lambda: (torch.randn(8, 32),))
+        kinds = seen.kinds()
+        if reshard:  # the last unit is gathered while the first is reduced
+            assert kinds.index("reduce_scatter") < len(kinds) - 1 - kinds[::-1].index("all_gather")
+        ends = [i for i, name in enumerate(ran.names) if name == "reduce"]
+        parts = [ran.names[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+        assert all("mm" in part for part in parts)
+        assert ["addmm" in part for part in parts] == [checkpointed] * 3
 
 
 @pytest.mark.sample(2)

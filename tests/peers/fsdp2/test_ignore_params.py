@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
@@ -49,9 +50,12 @@ def around(rank: int, world_size: int) -> None:
     ignored = set(model.module_b.module_c.parameters())
     for unit in (model.module_b.lin_b, model.module_b):
         fxshard.fully_shard(unit, ignored_params=ignored)
+    units = {fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)}
+    assert units == {"module_b", "module_b.lin_b"}
     sharded = [
         f"module_b.{fqn}" for fqn, p in model.module_b.named_parameters() if p not in ignored
     ]
+    assert sharded == [fqn for fqn, p in model.named_parameters() if isinstance(p, DTensor)]
     assert sharded == ["module_b.subtrahend", "module_b.lin_b.weight", "module_b.lin_b.bias"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
     both = [ref, ddp(model, broadcast_buffers=False)]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -62,9 +63,9 @@ def test_the_state_of_rank_0_is_assigned_to_a_model_on_meta(ranks: Any) -> None:
     ranks(4).run(from_rank_0)
 
 
-def offloaded(rank: int, world_size: int) -> None:
+def offloaded(rank: int, world_size: int, pinned: bool) -> None:
     """The full state comes in pieces, while the other parameters are still on meta."""
-    policy = CPUOffloadPolicy(pin_memory=False)
+    policy = CPUOffloadPolicy(pin_memory=pinned)
     with torch.device("meta"):
         model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
     shard(model, offload_policy=policy)
@@ -82,5 +83,6 @@ def offloaded(rank: int, world_size: int) -> None:
         assert_close(value.full_tensor(), pieces[fqn])
 
 
-def test_pieces_of_a_state_are_assigned_to_an_offloaded_model(ranks: Any) -> None:
-    ranks(2).run(offloaded)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_pieces_of_a_state_are_assigned_to_an_offloaded_model(ranks: Any, pinned: bool) -> None:
+    ranks(2).run(offloaded, pinned)

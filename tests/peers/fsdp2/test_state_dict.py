@@ -43,7 +43,7 @@ def saved(rank: int, world_size: int, dim: int, hybrid: bool, placed: Any = None
         lambda: nn.Sequential(MLP(dim), nn.Sequential(MLP(dim), nn.Linear(dim, dim)), MLP(dim))
     )
     names = ("replicate", "shard")
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names) if hybrid else None
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=names) if hybrid else None
     model = copy.deepcopy(base)
     shard(model, mesh=mesh, shard_placement_fn=placed)
     assert_saves_and_loads(model, rank)

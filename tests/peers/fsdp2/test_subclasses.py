@@ -1,17 +1,19 @@
 """test_fully_shard_extensions.py: parameters of a tensor subclass with FSDP2's extension point."""
 
+import copy
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
-from tests.peers.fsdp2.common import MLP, made, shard
+from tests.peers.fsdp2.common import MLP, adam, average_grads, made, shard, train_alike
 from tests.ranks import told
-from tests.subclasses import Int8, Narrow, wrapped
+from tests.subclasses import Bf16, Int8, Narrow, wrapped
 
 MESHES: list[Any] = []  # those that the extension point was given
 
@@ -70,6 +72,36 @@ class Noted(Narrow):
 
 def stack(kind: Any) -> Any:
     return wrapped(nn.Sequential(*(MLP(8, bias=False) for _ in range(3))), kind)
+
+
+class Whole(Bf16):
+    """Sends what it is around, as it is."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.data_inside,), None
+
+
+class WholeOfFive(Whole):
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.data_inside,), None
+
+
+def beside_plain(rank: int, world_size: int, kind: Any, reshard: bool) -> None:
+    """Gradients, optimizer and parameters of ten steps, beside a model without the class."""
+    ref = made(lambda: nn.Sequential(*(MLP(8, bias=False) for _ in range(3))))
+    model = wrapped(copy.deepcopy(ref), kind)
+    shard(model, reshard_after_forward=reshard)
+    x = torch.randn(2, 8)
+    assert [type(param._local_tensor) for param in model.parameters()] == [kind] * 6
+    train_alike(ref, model, lambda: (x,), after=average_grads, optimizer=adam)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("kind", [Whole, WholeOfFive])
+def test_they_train_as_data_parallelism(ranks: Any, kind: Any, reshard: bool) -> None:
+    ranks(2).run(beside_plain, kind, reshard)
 
 
 def from_meta(rank: int, world_size: int) -> None:
