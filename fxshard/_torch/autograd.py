@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._library.autograd as _library_autograd
@@ -14,6 +14,24 @@ from torch.autograd import graph
 # True if autograd passes a Function its gradients in a list that it may clear
 # (torch/autograd/function.py); otherwise the caller holds them until backward is over.
 BOXED_GRADS = hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+class UncapturedFunction(torch.autograd.Function):
+    """A Function whose backward is never part of what compiled autograd makes of a backward.
+
+    Compiled autograd asks each node that it would run for a key, before it captures or runs any.
+    (torch/csrc/autograd/python_function.cpp, ``PyNode::compiled_args``; ``_compiled_autograd_key``
+    in torch/autograd/function.py)
+    """
+
+    @staticmethod
+    def refuse_capture(ctx: Any) -> NoReturn:
+        """Raise an error that says what is refused, and what to do."""
+        raise NotImplementedError
+
+    @classmethod
+    def _compiled_autograd_key(cls, ctx: Any) -> NoReturn:
+        cls.refuse_capture(ctx)
 
 
 # ``__torch_function__`` of a subclass whose operators do not return the subclass.
@@ -92,6 +110,28 @@ def saved_tensors_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def saved_tensors_hooks_allowed() -> bool:
+    """False inside of ``torch.func.grad`` and ``disable_saved_tensors_hooks``: entering raises."""
+    is_enabled: Any = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
+    return bool(is_enabled())
+
+
+def saved_tensors_hooks_around() -> list[str]:
+    """What is on top now, as `noting_saved_tensors_hooks` notes it; empty if that is nothing."""
+    pair = saved_tensors_hooks_on_top()
+    name = None if pair is None else _name_of_pack(pair[0])
+    return [] if name is None else [name]
+
+
+def _name_of_pack(pack: Any) -> str | None:
+    """See `noting_saved_tensors_hooks`; None for torch's own."""
+    module = str(getattr(pack, "__module__", ""))
+    name = getattr(pack, "__qualname__", type(pack).__qualname__)
+    if module.partition(".")[0] != "torch":
+        return f"{module}.{name}"
+    return "" if name.startswith(graph.save_on_cpu.__qualname__) else None
+
+
 @contextlib.contextmanager
 def noting_saved_tensors_hooks() -> Iterator[list[str]]:
     """Note which hooks for saved tensors are entered in the block: graphs that are traced in it
@@ -104,14 +144,9 @@ def noting_saved_tensors_hooks() -> Iterator[list[str]]:
     enter, thread = graph.saved_tensors_hooks.__enter__, threading.get_ident()
 
     def noted(self: Any) -> None:
-        pack = self.pack_hook
-        module = str(getattr(pack, "__module__", ""))
-        if threading.get_ident() == thread:
-            if isinstance(self, graph.save_on_cpu):
-                entered.append("")
-            elif module.partition(".")[0] != "torch":
-                name = getattr(pack, "__qualname__", type(pack).__qualname__)
-                entered.append(f"{module}.{name}")
+        name = _name_of_pack(self.pack_hook)
+        if threading.get_ident() == thread and name is not None:
+            entered.append(name)
         enter(self)
 
     graph.saved_tensors_hooks.__enter__ = noted  # type: ignore[method-assign]

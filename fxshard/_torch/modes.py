@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher as python_kernels
 from torch._dynamo.utils import preserve_rng_state as rng_kept
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -31,6 +31,7 @@ __all__ = [
     "profiled",
     "python_kernels",
     "rng_kept",
+    "tracer",
     "unobserved",
     "without_autocast",
 ]
@@ -46,6 +47,20 @@ def outside_function_modes() -> contextlib.AbstractContextManager[Any]:
     """No ``__torch_function__`` is called in the block, of modes and of subclasses."""
     guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return guard
+
+
+def tracer() -> str:
+    """What of torch records operators in this thread, on tensors of its own; "" if nothing does.
+
+    (torch/_C/__init__.pyi: modes that torch itself brings, of which there is one of a kind;
+    torch/_ops.py: those before dispatch, of ``torch.export``)
+    """
+    if torch._C._get_tracing_state():
+        return "torch.jit.trace"
+    kinds = torch._C._TorchDispatchModeKey
+    if torch._C._get_dispatch_mode(kinds.PROXY) or _get_dispatch_mode_pre_dispatch(kinds.PROXY):
+        return "make_fx or torch.export"
+    return "FakeTensorMode" if torch._C._get_dispatch_mode(kinds.FAKE) else ""
 
 
 @contextlib.contextmanager

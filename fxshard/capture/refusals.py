@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import traceback
@@ -13,10 +14,11 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from fxshard._torch import export, fake_tensors
+from fxshard._torch import export, fake_tensors, modes
 from fxshard.capture import hf, provenance
 from fxshard.capture.call import FlatCall
 from fxshard.capture.repeat.places import Formless
+from fxshard.capture.swapped import users_class
 from fxshard.errors import CaptureError
 
 log: logging.Logger = logging.getLogger("fxshard")
@@ -62,6 +64,23 @@ def check_captured() -> None:
     """Raises CaptureError inside of `nothing_captured`."""
     if _refused:
         raise CaptureError(f"{provenance.user_line()}: {_refused[-1]}")
+
+
+def check_runs(model: nn.Module) -> None:
+    """Before a program of `model` runs, or its parameters are gathered.
+
+    Raises:
+        CaptureError: something of torch records what is called, or see `check_captured`.
+    """
+    check_captured()
+    if by := modes.tracer():
+        name = users_class(model).__name__
+        raise CaptureError(
+            f"{provenance.user_line()}: {name} is sharded, and called while {by} records what is "
+            f"called: no recording holds its collectives, of shards that each rank has others of. "
+            f"Record the plain model, before it is sharded; what a step takes, sends and runs is "
+            f"in fxshard.plan(...), and in .plan of a compiled model."
+        )
 
 
 @contextlib.contextmanager
@@ -193,29 +212,35 @@ def _kept(model: nn.Module) -> str:
     return ", in a global, a closure or a collection"
 
 
-def refuse_saved_tensors_hooks(entered: Sequence[str]) -> None:
-    """Refuse hooks for saved tensors that the model enters; warn of those that only offload.
+def refuse_saved_tensors_hooks(entered: Sequence[str], where: str = "") -> None:
+    """Refuse hooks for saved tensors that are entered; warn of those that only offload.
 
     A program saves what it needs itself, and calls no hooks.
 
     Args:
         entered: see `autograd.noting_saved_tensors_hooks`.
+        where: they are entered; "": where the model is traced.
 
     Raises:
         CaptureError: a function of the user's packs: what it makes of values would be lost.
     """
+    where = where or INSIDE
     if name := next(filter(None, entered), ""):
         raise CaptureError(
-            f"the model enters torch.autograd.graph.saved_tensors_hooks with {name}, which the "
-            f"program would not call: what it saves for backward it saves itself. Enter them in "
-            f"modules that fxshard.shard shards, which runs eagerly; if they offload or recompute "
-            f"activations, pass offload_activations=... or checkpoint=... in their place."
+            f"torch.autograd.graph.saved_tensors_hooks with {name} {where}: the program would not "
+            f"call it, and saves what it needs for backward itself. If it offloads or recomputes "
+            f"activations, pass offload_activations=... or checkpoint=... in its place; a model "
+            f"that fxshard.shard shards runs eagerly, with these hooks."
         )
     if entered:
-        log.warning(
-            "fxshard: save_on_cpu (or an offload_wrapper) inside of the model offloads nothing: "
-            "the program saves what it needs itself. Pass offload_activations=True."
+        (log.warning if where == INSIDE else _warned_once)(
+            f"fxshard: save_on_cpu (or an offload_wrapper) {where} offloads nothing: "
+            f"the program saves what it needs itself. Pass offload_activations=True."
         )
+
+
+INSIDE = "inside of the model"
+_warned_once = functools.cache(log.warning)  # for what is looked at in every call
 
 
 def no_way(failures: dict[str, CaptureError]) -> CaptureError:

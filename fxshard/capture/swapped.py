@@ -60,6 +60,11 @@ def users_class(model: nn.Module) -> type[nn.Module]:
     return found
 
 
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Exchange the class of `module`; a ``__setattr__`` of the user's is not called."""
+    object.__setattr__(module, "__class__", kind)
+
+
 @contextlib.contextmanager
 def as_users_own(model: nn.Module, *, hooks: bool = False) -> Iterator[None]:
     """`model` with the class that its user gave it; a model that has it anyway stays as it is.
@@ -79,7 +84,7 @@ def as_users_own(model: nn.Module, *, hooks: bool = False) -> Iterator[None]:
     outer, inside.running = inside.running, True
     around = {name: kept[name] for name in modules.HOOKS}
     forward = kept.pop("forward", None)
-    model.__class__ = users_class(model)
+    set_class(model, users_class(model))
     for name, theirs in around.items():
         if hooks:  # in the very dict, which the handles of hooks refer to
             _put_in_front(theirs, inside.hooks[name])
@@ -99,7 +104,8 @@ def as_users_own(model: nn.Module, *, hooks: bool = False) -> Iterator[None]:
             forward = left
         if forward is not None:
             kept["forward"] = forward
-        model.__class__, inside.running = ours, outer
+        set_class(model, ours)
+        inside.running = outer
 
 
 def _put_in_front(hooks: dict[int, Any], others: dict[int, Any]) -> None:

@@ -7,6 +7,8 @@ They hold for parameters, gradients, optimizer states, and what is computed from
   rank draws for the full tensor and keeps its rows.
 - Python numbers (``p.grad.norm().item()``) are those of the full tensor. DTensor gives this rank's
   partial value. The call is collective.
+- ``torch.autograd.detect_anomaly`` looks for NaN in all rows on each rank: all raise alike.
+  DTensor does not know the operator that it asks with.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from fxshard.errors import StepError
 from fxshard.runtime.world.c10d import C10dWorld
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
+_IS_ANY_TRUE = torch.ops.aten._is_any_true.default
 # Of models, by the hash of the mesh of their parameters; the newest comes last.
 _worlds: dict[int, list[weakref.ref[C10dWorld]]] = {}
 
@@ -45,7 +48,8 @@ _drawn = _Drawn()
 def as_one_process(mesh: DeviceMesh, world: C10dWorld) -> None:
     """From now on, random and Python numbers of DTensors on this mesh are those of one process."""
     if not _worlds:
-        dtensors.dtensor_handlers().update(dict.fromkeys((*_operators(), _NUMBER), _dispatched))
+        operators = (*_operators(), _NUMBER, _IS_ANY_TRUE)
+        dtensors.dtensor_handlers().update(dict.fromkeys(operators, _dispatched))
     alive = [ref for ref in _worlds.get(hash(mesh), ()) if ref() not in (None, world)]
     _worlds[hash(mesh)] = [*alive, weakref.ref(world)]
 
@@ -90,6 +94,8 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if all(hash(t.device_mesh) in _worlds for t in tensors):
             if func is _NUMBER:
                 return _number(tensors[0])
+            if func is _IS_ANY_TRUE:
+                return func(tensors[0].full_tensor())
             return _draw(func, args, kwargs, tensors)
         with dtensors.without_dtensor_handler(func):
             return func(*args, **kwargs)

@@ -166,7 +166,7 @@ class Forwards:
     def __init__(self) -> None:
         self.inside = 0
         self.alive: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
-        self._hooks: list[saved_tensors_hooks] = []
+        self._hooks: list[contextlib.AbstractContextManager[Any]] = []
         self._around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def __reduce__(self) -> Any:
@@ -179,7 +179,9 @@ class Forwards:
         self.inside += 1
         around = autograd.saved_tensors_hooks_on_top() if self.inside == 1 else None
         self._around = around or self._around
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if autograd.saved_tensors_hooks_allowed():  # if not, what is gathered is saved
+            hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
 
@@ -187,7 +189,7 @@ class Forwards:
     def leave(self) -> None:
         """It is over."""
         self.inside -= 1
-        self._hooks.pop().__exit__()
+        self._hooks.pop().__exit__(None, None, None)
         if not self.inside:
             self._around = None
 

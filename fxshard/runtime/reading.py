@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fxshard._torch import dynamo, trees
 from fxshard.capture import hf
@@ -71,8 +73,11 @@ def refuse_ddp(module: nn.Module) -> NoReturn:
     """Stands in for the attribute that DistributedDataParallel reads of a module first.
 
     Raises:
-        ConfigError: always.
+        ConfigError: DistributedDataParallel reads it.
+        AttributeError: who looks through all attributes does (`inspect.getmembers`, torch.jit).
     """
+    if sys._getframe(1).f_globals.get("__name__") != DistributedDataParallel.__module__:
+        raise AttributeError("_ddp_params_and_buffers_to_ignore")
     raise ConfigError(
         "DistributedDataParallel wraps a model that fxshard has sharded: no rank holds its "
         "parameters, and its gradients are reduced already. Leave DistributedDataParallel out. "

@@ -170,7 +170,7 @@ class Runtime(Phases):
         Inside ``torch.compile`` this is a graph break. A transform of torch.func (jvp, grad, vmap)
         around a call whose arguments were made outside of it sees a constant.
         """
-        refusals.check_captured()
+        refusals.check_runs(self.model)
         by_transforms = transformed.concerns(self, args, kwargs)
         if transforms.transforming() and not by_transforms:
             with transforms.outside():
@@ -244,6 +244,8 @@ class Runtime(Phases):
             traced = found.traced if found else self._traced(args, kwargs, kind)
             if traced.program.signature.training:
                 self.require_stepped_here(traced.program)
+                around = autograd.saved_tensors_hooks_around()
+                refusals.refuse_saved_tensors_hooks(around, "around a call of the model")
             if self.config.ranks_may_differ:
                 differing.require_noted(traced.program)
         except FxshardError as error:

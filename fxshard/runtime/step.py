@@ -8,7 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import starmap
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -24,7 +24,7 @@ from fxshard.runtime.between import Between
 from fxshard.runtime.other_outputs import Begin, call_of, require_repeatable, run_again
 from fxshard.runtime.sharding import Sharding, as_gradient
 from fxshard.runtime.stage import Stage
-from fxshard.runtime.store.reads import require_all_wanted
+from fxshard.runtime.store.reads import refuse_captured_backward, require_all_wanted
 from fxshard.runtime.store.unsharded import UnshardableStore
 from fxshard.runtime.store.versions import state_of
 from fxshard.runtime.unused import Reach
@@ -238,7 +238,7 @@ class Call:
     shared: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-class Step(torch.autograd.Function):
+class Step(autograd.UncapturedFunction):
     """The node of the model in the user's autograd graph.
 
     Saved values are a plain list on the context; backward takes it over and drops it, unless it is
@@ -288,6 +288,11 @@ class Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    def refuse_capture(ctx: Any) -> NoReturn:
+        refuse_captured_backward(users_class(ctx.call.runtime.model).__name__)
+
+    @staticmethod
+    @torch.compiler.disable(reason="fxshard runs a program of its own")  # in a compiled step
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # in a backward, with create_graph=True only
             name = users_class(ctx.call.runtime.model).__name__

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fxshard.capture import precision
-from fxshard.capture.swapped import METHODS, STATE, UNIT, USERS_CLASS, users_class
+from fxshard.capture.swapped import METHODS, STATE, UNIT, USERS_CLASS, set_class, users_class
 from fxshard.errors import ConfigError
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.unit_methods import REFUSALS, UnitMethods
@@ -77,11 +77,11 @@ def take_methods(module: nn.Module) -> None:
 def as_plain_module(module: nn.Module) -> Iterator[None]:
     """`module`, a `UnitModule`, has its own class for the time of the block."""
     ours, unit = type(module), module.__dict__.pop(UNIT, None)
-    module.__class__ = users_class(module)
+    set_class(module, users_class(module))
     try:
         yield
     finally:
-        module.__class__ = ours
+        set_class(module, ours)
         if unit is not None:
             module.__dict__[UNIT] = unit
 

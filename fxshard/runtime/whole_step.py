@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxshard._torch import modules, trees
+from fxshard._torch import autograd, modules, trees
 from fxshard.capture import attributes, refusals
 from fxshard.codegen.optimizer import OnShards
 from fxshard.codegen.users_optimizer import UsersOptimizer, refuse_pre_hooks
@@ -118,7 +118,9 @@ class CompiledStep:
             CaptureError: the model cannot be traced, or its loss is no scalar tensor.
             RankMismatchError: ranks do different things.
         """
-        refusals.check_captured()
+        refusals.check_runs(self.model)
+        around = autograd.saved_tensors_hooks_around()
+        refusals.refuse_saved_tensors_hooks(around, "around a step")
         self.grad_norm = None
         runtime = self._runtime
         runtime.begin_call()

@@ -2,13 +2,14 @@
 
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from fxshard._torch import (
@@ -125,6 +126,73 @@ def test_saved_tensors_hooks_are_noted_as_they_are_entered() -> None:
     with hooks(pack, pack):
         pass
     assert [name.rpartition(".")[2] for name in entered] == ["pack", ""]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "name"),
+    [
+        (lambda: torch.autograd.graph.saved_tensors_hooks(_doubled, _doubled), "._doubled"),
+        (torch.autograd.graph.save_on_cpu, ""),
+        (torch.autograd.graph.allow_mutation_on_saved_tensors, None),
+    ],
+    ids=["the user's", "save_on_cpu", "torch's"],
+)
+def test_hooks_for_saved_tensors_that_are_on_top(hooks: Any, name: str | None) -> None:
+    assert autograd.saved_tensors_hooks_around() == []
+    with hooks():
+        found = autograd.saved_tensors_hooks_around()
+    assert found == ([] if name is None else [f"{__name__}{name}" if name else ""])
+
+
+def test_hooks_for_saved_tensors_may_be_forbidden() -> None:
+    allowed = [autograd.saved_tensors_hooks_allowed()]
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        allowed.append(autograd.saved_tensors_hooks_allowed())
+        with pytest.raises(RuntimeError, match="not here"):
+            torch.autograd.graph.saved_tensors_hooks(_doubled, _doubled).__enter__()
+
+    def asking(x: Tensor) -> Tensor:
+        allowed.append(autograd.saved_tensors_hooks_allowed())
+        return x
+
+    torch.func.grad(asking)(torch.ones(()))
+    assert allowed == [True, False, False]
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_compiled_autograd_asks_for_keys_before_anything_runs() -> None:
+    """An error there leaves the graph as it was, and the engine too."""
+    ran: list[str] = []
+
+    class Kept(autograd.UncapturedFunction):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def refuse_capture(ctx: Any) -> NoReturn:
+            raise LookupError("refused by name")
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            ran.append("ours")
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: ran.append("before"))
+    y = Kept.apply(x.sin()).cos()
+    y.register_hook(lambda _: ran.append("after"))
+    torch._dynamo.reset()
+    for _ in range(2):
+        captured = compiled_autograd._enable(torch.compile(backend="eager"))
+        with pytest.raises(LookupError, match="refused by name"), captured:
+            y.sum().backward()
+    assert not ran and x.grad is None
+    y.sum().backward()
+    assert ran == ["after", "ours", "before"] and x.grad is not None
 
 
 def test_in_backward_is_true_in_hooks_of_the_engine() -> None:

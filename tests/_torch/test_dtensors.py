@@ -222,3 +222,12 @@ def test_an_equal_mesh_of_another_time_is_forgotten(
 
 def tuple_of(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else None
+
+
+def test_dtensors_do_not_know_what_anomaly_mode_asks() -> None:
+    """Else `fxshard.runtime.dtensors` need not answer it."""
+    with process_groups.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        flags = DTensor.from_local(torch.ones(2, dtype=torch.bool), mesh, [Shard(0)])
+        with pytest.raises(NotImplementedError, match="_is_any_true"):
+            torch.ops.aten._is_any_true.default(flags)

@@ -9,7 +9,9 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxshard._torch import (
     fake_tensors,
@@ -170,3 +172,25 @@ def test_a_profiler_is_seen() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert modes.profiled()
     assert not modes.profiled()
+
+
+def test_what_records_operators_is_known_by_name() -> None:
+    seen: list[str] = []
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(modes.tracer())
+            return x.sin()
+
+    model, x = Asking(), torch.ones(2)
+    make_fx(model)(x)
+    make_fx(model, tracing_mode="fake")(x)
+    make_fx(model, pre_dispatch=True)(x)
+    torch.export.export(model, (x,), strict=False)
+    with fake_tensors.FakeTensorMode(allow_non_fake_inputs=True):
+        model(x)
+    torch.jit.trace(model, (x,), check_trace=False)
+    with FlopCounterMode(display=False):
+        model(x)
+    assert set(seen[:-3]) == {"make_fx or torch.export"}
+    assert seen[-3:] == ["FakeTensorMode", "torch.jit.trace", ""]

@@ -32,7 +32,8 @@ DERIVATIVES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def derives(rank: int, world_size: int, how: str) -> None:
-    ours, eager, fsdp2 = made(how, Net), made("eager", Net), made("fsdp2", Net)
+    ours = fxshard.shard(made("eager", Net)) if how == "shard" else made(how, Net)
+    eager, fsdp2 = made("eager", Net), made("fsdp2", Net)
     for derivative in DERIVATIVES.values():
         want = derivative(eager, batch(rank))
         assert_same([derivative(ours, batch(rank))], [want], rtol=1e-5, atol=1e-6)
@@ -43,7 +44,7 @@ def derives(rank: int, world_size: int, how: str) -> None:
     assert_same(grads_of(ours), grads_of(fsdp2), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["compile", "fully_shard"])
+@pytest.mark.parametrize("how", ["compile", "fully_shard", "shard"])
 def test_derivatives_of_inputs(ranks: Any, how: str) -> None:
     ranks(2).run(derives, how)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd, optimizers
+from fxshard._torch import autograd, optimizers, transforms
 from fxshard.bytesize import parse_bytes
+from fxshard.capture import refusals
+from fxshard.capture.swapped import users_class
 from fxshard.config.checked import Config
 from fxshard.errors import StepError
 from fxshard.ir import layout
@@ -65,7 +68,9 @@ class ReadableStore(ParameterStore):
         tensors = [slot.tensor for slot in slots]
         for tensor in tensors:
             optimizers.step_in_backward(tensor)
-        return list(_Gather.apply(self, slots, dtype, rows, *tensors))
+        outside = transforms.outside() if transforms.transforming() else contextlib.nullcontext()
+        with outside:  # of torch.func: for a transform of inputs, parameters are constants
+            return list(_Gather.apply(self, slots, dtype, rows, *tensors))
 
     def require_readable(self, slot: Slot) -> None:
         """Check a parameter before eager code gathers it.
@@ -91,6 +96,7 @@ class ReadableStore(ParameterStore):
     @torch.compiler.disable
     def gathered(self, slots: Sequence[Slot], dtype: torch.dtype) -> list[Tensor]:
         """All rows of parameters, each in a storage of its own; collective."""
+        refusals.check_runs(self.model)
         self.require_plain(slots, "is read by eager code")
         if isinstance(self.world, InProcessWorld):
             return [slot.tensor.detach().to(dtype) for slot in slots]
@@ -231,7 +237,7 @@ class ReadableStore(ParameterStore):
         return eager.all_rows(tensor, self.world)
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(autograd.UncapturedFunction):
     """Sharded parameters -> unsharded ones; their gradients are reduced, or accumulated."""
 
     @staticmethod
@@ -248,6 +254,11 @@ class _Gather(torch.autograd.Function):
         return tuple(rows or store.gathered(slots, dtype))
 
     @staticmethod
+    def refuse_capture(ctx: Any) -> NoReturn:
+        refuse_captured_backward(users_class(ctx.store.model).__name__)
+
+    @staticmethod
+    @torch.compiler.disable  # it communicates
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         store, slots = ctx.store, ctx.slots
         if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
@@ -268,6 +279,20 @@ class _Gather(torch.autograd.Function):
             if accumulates and grad is not None:
                 store.accumulate(slot, grad)
         return (None, None, None, None, *found)
+
+
+def refuse_captured_backward(name: str) -> NoReturn:
+    """Compiled autograd would run a backward through the model of this name.
+
+    Raises:
+        StepError: always.
+    """
+    raise StepError(
+        f"backward through {name} under compiled autograd "
+        f"(torch._dynamo.config.compiled_autograd): it makes a graph of a backward, and this one "
+        f"is a program already, or communicates. Call backward with compiled autograd off; nothing "
+        f"has run of this one, which may be called again."
+    )
 
 
 def _is_trained(slot: Slot) -> bool:

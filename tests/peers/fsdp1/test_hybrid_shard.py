@@ -1,7 +1,9 @@
 """torch's test_fsdp_hybrid_shard.py: sharded inside of groups, replicated between them."""
 
+import os
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,13 +114,18 @@ def test_states_of_rank_0(ranks: Any) -> None:
     ranks(4).run(synced)
 
 
-GIVEN = pytest.mark.parametrize("given", ["mesh", "groups"])
+GIVEN = pytest.mark.parametrize("given", ["mesh", "groups", "environment"])
 
 
 def arranged(shape: tuple[int, int], given: str) -> dict[str, Any]:
     if given == "mesh":
         return {"mesh": init_device_mesh("cpu", shape)}
-    return {"process_group": groups(shape)}
+    return {"process_group": groups(shape)} if given == "groups" else {}
+
+
+def on_machines(shape: tuple[int, int]) -> Any:
+    """Where nothing else is given, the ranks of a machine are those that shard."""
+    return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(shape[1]))
 
 
 def counted(
@@ -137,7 +144,8 @@ def counted(
 
     inside = dict.fromkeys(("transformer", "transformer.*.layers.*"), strategy)
     by_unit = {"": ShardingStrategy.FULL_SHARD} | inside if mixed else strategy
-    model = compiled(Transformer(), units=units, strategy=by_unit, **options)
+    with on_machines(shape):
+        model = compiled(Transformer(), units=units, strategy=by_unit, **options)
     loss_of(model).backward()  # which traces
     model.zero_grad()
     with count_collectives() as forward:
@@ -172,7 +180,7 @@ MIXED = pytest.mark.parametrize("mixed", [False, True], ids=["all_hybrid", "mixe
 SHAPES = pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @EACH
 @MIXED
 @SHAPES
@@ -188,7 +196,8 @@ def parity(rank: int, world_size: int, strategy: Any, given: str) -> None:
     theirs = FullyShardedDataParallel(
         Transformer(), auto_wrap_policy=LAYERS, device_id=torch.device("cpu"), use_orig_params=True
     )
-    pair = theirs, compiled(Transformer(), strategy=strategy, **arranged((2, 2), given))
+    with on_machines((2, 2)):
+        pair = theirs, compiled(Transformer(), strategy=strategy, **arranged((2, 2), given))
     optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4) for model in pair]
     for _ in range(5):
         losses = []

@@ -497,9 +497,9 @@ class Watched(nn.Module):
 def set_attributes(rank: int, world_size: int) -> list[str]:
     """No program sets an attribute of the user's, whatever their class does then."""
     model = compiled(Watched(), units=[])
-    model(torch.randn(8, 5))
     model.set.clear()
-    model(torch.randn(8, 5))
+    for _ in range(2):  # the first call traces
+        model(torch.randn(8, 5)).sum().backward()
     return model.set
 
 

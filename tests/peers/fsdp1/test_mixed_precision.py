@@ -1,7 +1,9 @@
 """torch's test_fsdp_mixed_precision.py: dtypes of parameters, gradients, buffers and inputs."""
 
+import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -184,8 +186,10 @@ def test_buffers_are_saved_in_their_dtype(ranks: Any, policy: MixedPrecision) ->
 # -- embeddings, batch norm ------------------------------------------------------------------------
 
 
-def embedded(rank: int, world_size: int, policy: MixedPrecision) -> None:
-    """Integer inputs are not cast."""
+def embedded(rank: int, world_size: int, policy: MixedPrecision, norms: bool) -> None:
+    """Integer inputs are not cast. With `norms`, batch norm is in the policy, as all the rest."""
+    if norms:
+        policy = dataclasses.replace(policy, _module_classes_to_ignore=())
     model = compiled(Transformer(train=True), units=[], mixed_precision=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(6):
@@ -194,9 +198,8 @@ def embedded(rank: int, world_size: int, policy: MixedPrecision) -> None:
             loss.backward()
         assert loss.dtype == (policy.param_dtype or F32)
         reduced_in = policy.reduce_dtype or policy.param_dtype or F32
-        # batch norm computes in fp32, as a unit without a policy
-        assert set(seen) - {F32} == {reduced_in} - {F32}
-        assert reduced_in in seen
+        # else batch norm computes in fp32, as a unit without a policy
+        assert set(seen) == ({reduced_in} if norms else {reduced_in, F32})
         optimizer.step()
 
 
@@ -210,8 +213,10 @@ def embedded(rank: int, world_size: int, policy: MixedPrecision) -> None:
     ],
     ids=["reduce", "params_and_buffers", "default", "params_and_reduce_differ"],
 )
-def test_embeddings(ranks: Any, policy: MixedPrecision) -> None:
-    ranks(2).run(embedded, policy)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("norms", [True, False], ids=["all", "without_norms"])
+def test_embeddings(ranks: Any, policy: MixedPrecision, norms: bool) -> None:
+    ranks(2).run(embedded, policy, norms)
 
 
 class WithNorms(nn.Module):
@@ -228,14 +233,14 @@ class WithNorms(nn.Module):
         return F.softmax(self.fc3(self.ln(self.fc2(torch.reshape(x, (-1, 40))))), dim=1)
 
 
-def norms(rank: int, world_size: int) -> dict[str, Any]:
-    policy = MixedPrecision(
-        param_dtype=F16,
-        reduce_dtype=F16,
-        buffer_dtype=F16,
-        _module_classes_to_ignore=[_BatchNorm, nn.LayerNorm],
-    )
-    model = compiled(WithNorms(), units=lambda fqn, module: False, mixed_precision=policy)
+def norms(rank: int, world_size: int, ignored: list[type] | None) -> dict[str, Any]:
+    """None: the default, batch norm; of it nothing is said where FSDP1 warns."""
+    policy = HALF
+    if ignored is not None:
+        policy = dataclasses.replace(policy, _module_classes_to_ignore=ignored)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = compiled(WithNorms(), units=lambda fqn, module: False, mixed_precision=policy)
     model(torch.randn(1, 2)).sum().backward()
     assert model.bn.running_mean.dtype == F32
     return {unit.fqn: {param.compute_dtype for param in unit.params} for unit in model.plan.units}
@@ -243,7 +248,9 @@ def norms(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_norms_in_fp32(ranks: Any) -> None:
     """They become units of their own; no other module does."""
-    assert ranks(2).run(norms) == [{"": {F16}, "bn": {F32}, "ln": {F32}}] * 2
+    both = [_BatchNorm, nn.LayerNorm]
+    assert ranks(2).run(norms, both) == [{"": {F16}, "bn": {F32}, "ln": {F32}}] * 2
+    assert ranks(2).run(norms, None) == [{"": {F16}, "bn": {F32}}] * 2
 
 
 class Fixed(nn.Module):
@@ -418,6 +425,21 @@ def scaled() -> nn.Module:
     return nn.Sequential(Scaled(), Scaled())
 
 
+@contextmanager
+def seeing_buffers(model: Any, training: bool) -> Iterator[list[set[torch.dtype]]]:
+    """In eval: dtypes of buffers, as pre-forward hooks of the two layers see them."""
+    seen: list[set[torch.dtype]] = []
+
+    def see(module: nn.Module, args: Any) -> None:
+        seen.append({buffer.dtype for buffer in module.buffers()})
+
+    layers = [module for module in model.modules() if isinstance(module, Scaled)]
+    handles = [] if training else [layer.register_forward_pre_hook(see) for layer in layers]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
 def buffers_in_eval(
     rank: int, world_size: int, cast: bool, full_in_eval: bool, keeps: bool
 ) -> None:
@@ -448,7 +470,10 @@ def buffers_in_eval(
             if keeps:  # torch's own can neither add up two dtypes nor unshard fp16 ones
                 model.zero_grad()
             model.train(training)
-            outputs.append(model(x))
+            with seeing_buffers(model, training) as seen:
+                outputs.append(model(x))
+            assert training or len(seen) >= 2  # ours run as often as forward is traced
+            assert all(dtypes == {wanted} for dtypes in seen)
             outputs[-1].sum().backward()
             assert {buffer.dtype for buffer in model.buffers()} == {wanted}
         assert outputs[0].dtype == (F32 if wanted == F64 else F16)

@@ -67,10 +67,10 @@ def test_scaled_as_ddp(ranks: Any, kind: Any, policy: Any, strategy: Any, offloa
     ranks(2).run(parity, kind, options)
 
 
-def infinities(rank: int, world_size: int, offload: bool) -> None:
+def infinities(rank: int, world_size: int, offload: bool, norm: bool) -> None:
     """Of every second step, in a gradient that rank 0 alone holds of ours: all skip that step."""
-    model = compiled(Transformer(batch_norm=False), offload=CPUOffload(offload))
-    pair = ddp(Transformer(batch_norm=False)), model
+    model = compiled(Transformer(batch_norm=norm), offload=CPUOffload(offload))
+    pair = ddp(Transformer(batch_norm=norm)), model
     scalers = GradScaler("cpu", init_scale=2.0), ShardedGradScaler("cpu", init_scale=2.0)
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in pair]
     for step in range(10):
@@ -96,5 +96,8 @@ def infinities(rank: int, world_size: int, offload: bool) -> None:
 
 
 @OFFLOADED
-def test_an_infinity_of_one_rank_skips_the_step_of_all(ranks: Any, offload: bool) -> None:
-    ranks(2).run(infinities, offload)
+@pytest.mark.parametrize("norm", [True, False], ids=["batch_norm", "without"])
+def test_an_infinity_of_one_rank_skips_the_step_of_all(
+    ranks: Any, offload: bool, norm: bool
+) -> None:
+    ranks(2).run(infinities, offload, norm)

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -18,14 +24,25 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.testing import assert_close
 
 import fxshard
 from fxshard.config.checked import Config
 from fxshard.ir.splitting import configured_units, placed
+from tests.fsdp2 import full
+from tests.oracles import count_collectives
 from tests.peers.fsdp1.models import LAYERS, Transformer
-from tests.peers.fsdp1.shared import compiled, ddp, same
+from tests.peers.fsdp1.shared import (
+    GRAD_OP,
+    NO_SHARD,
+    compiled,
+    ddp,
+    loss_of,
+    same,
+    same_grads,
+)
 from tests.ranks import told
 
 LARGE = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
@@ -98,12 +115,53 @@ def test_layers_of_a_transformer(which: str) -> None:
     assert units_of(model, policy) == want
 
 
+WRAPPED = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.BatchNorm1d)
+
+
 def test_custom_policy() -> None:
-    """A function that answers yes or no."""
+    """A function that answers yes or no; all units compute in fp16 but batch norm."""
     model = Transformer()
-    classes = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.BatchNorm1d)
-    want = [name for name, module in model.named_modules() if isinstance(module, classes)]
-    assert units_of(model, CustomPolicy(lambda module: isinstance(module, classes))) == want
+    want = [name for name, module in model.named_modules() if isinstance(module, WRAPPED)]
+    policy = CustomPolicy(lambda module: isinstance(module, WRAPPED))
+    assert units_of(model, policy) == want
+    half = MixedPrecision(param_dtype=torch.float16)
+    units = configured_units(model, Config(units=policy, mixed_precision=half))
+    dtypes = {unit.fqn: unit.precision.param_dtype for unit in units}
+    assert dtypes == dict.fromkeys(["", *want], torch.float16) | {"bn": torch.float32}
+
+
+def by_strategies(rank: int, world_size: int) -> None:
+    """Each unit in the strategy that the policy gives it: what is sent, and gradients of DDP."""
+
+    def strategy_of(module: nn.Module) -> Any:
+        if isinstance(module, nn.BatchNorm1d):
+            return {"sharding_strategy": NO_SHARD}
+        if isinstance(module, nn.TransformerDecoderLayer):
+            return {"sharding_strategy": GRAD_OP}
+        return isinstance(module, nn.TransformerEncoderLayer)
+
+    pair = ddp(Transformer()), compiled(Transformer(), units=CustomPolicy(strategy_of))
+    for model in pair:
+        loss_of(model).backward()
+    same_grads(pair[1], pair[0])
+    pair[1].zero_grad()
+    with count_collectives() as forward:
+        loss = loss_of(pair[1])
+    with count_collectives() as backward:
+        loss.backward()
+    sharded = 5  # the layers, and what is around them
+    assert (forward.count("all_gather"), forward.count()) == (sharded, sharded)
+    gathered = backward.count("all_gather")
+    assert gathered == sharded - 2  # without decoders
+    assert backward.count("reduce_scatter") == sharded and backward.count("all_reduce") == 1
+    assert backward.nbytes("all_reduce") == sum(
+        param.nbytes for param in Transformer().bn.parameters()
+    )
+    same_grads(pair[1], pair[0])
+
+
+def test_custom_policy_with_strategies(ranks: Any) -> None:
+    ranks(2).run(by_strategies)
 
 
 def test_custom_policy_with_options() -> None:
@@ -158,6 +216,40 @@ def test_ignored_modules_are_no_units() -> None:
     model = sequential()
     ignored = [model[1], model[2][0]]
     assert units_of(model, always_wrap_policy, ignored=ignored) == ["0", "2", "2.1"]
+
+
+IGNORING = {
+    "always": (always_wrap_policy, ["", "0", "2", "2.1"]),
+    "sizes": (LARGE, [""]),
+}
+
+
+def ignoring(rank: int, world_size: int, which: str) -> None:
+    """By `compile`: units, what is sharded, and gradients; ignored ones are each rank's own."""
+    policy, units = IGNORING[which]
+    torch.manual_seed(0)
+    eager = sequential()
+    module = copy.deepcopy(eager)
+    left_out = [module[1], module[2][0]]
+    model = compiled(module, units=policy, ignored=left_out)
+    torch.manual_seed(1 + rank)
+    x = torch.randn(3, 5)
+    for each in (eager, model):
+        each(x).square().sum().backward()
+    assert [unit.fqn for unit in model.plan.units] == units
+    own = {id(param) for each in left_out for param in each.parameters()}
+    for (name, param), plain in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert isinstance(param, DTensor) == (id(param) not in own), name
+        want = plain.grad
+        if id(param) not in own:
+            dist.all_reduce(want)
+            want /= world_size
+        assert_close(full(param.grad), want)
+
+
+@pytest.mark.parametrize("which", IGNORING)
+def test_ignored_modules_by_compile(ranks: Any, which: str) -> None:
+    ranks(2).run(ignoring, which)
 
 
 def test_sizes_without_ignored_modules() -> None:
@@ -222,9 +314,13 @@ def lora(rank: int, world_size: int, policy: str) -> None:
     torch.manual_seed(rank)
     x = torch.randn(4, 8)
     for each in pair:
-        each(x).sum().backward()
+        with count_collectives() as seen:
+            each(x).sum().backward()
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     same(pair[1], pair[0])
+    trained = [param for param in pair[0].parameters() if param.requires_grad]
+    assert seen.count("reduce_scatter") == 2
+    assert seen.nbytes("reduce_scatter") == sum(param.nbytes for param in trained)
     assert {n for n, p in model.named_parameters() if p.grad is not None} == {
         f"{i}.attn.lora_{each}.weight" for i in range(2) for each in "AB"
     }
