@@ -11,8 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from fxshard.capture.held import on_meta
 from fxshard.config.checked import Config
 from fxshard.errors import ConfigError
 from fxshard.ir.splitting import configured_units, placed
+from fxshard.plans.workload import Around, entered_once
 from fxshard.runtime.world.mesh import CONTEXTS, data_parallel
 from fxshard.runtime.world.parallelised import Context, Dims, Parallelize, failed, parallelised
 
@@ -49,7 +49,7 @@ class OnMesh:
     module: nn.Module
     config: Config
     world_size: int | tuple[int, int]
-    around: Callable[[], AbstractContextManager[object]]
+    around: Around
     added: int = 0
 
 
@@ -122,21 +122,12 @@ def on_mesh(
         units = configured_units(module, config)
         size, added = _world_size(data_parallel(made, units, config), dims, config)
 
-    inside = False
-
+    @entered_once
     @contextlib.contextmanager
     def around() -> Iterator[None]:
-        nonlocal inside
-        if inside:  # `loss_parallel` in itself would end with the inner one
-            yield
-            return
         require_alone(ranks)
         with ranks.there(), _entered(context, module, made):
-            inside = True
-            try:
-                yield
-            finally:
-                inside = False
+            yield
 
     return OnMesh(module, config, size, around, added)
 

@@ -192,6 +192,8 @@ class Plan:
     @functools.cached_property
     def _loss(self) -> LossStep | None:
         work = self.workload
+        if work.loss is None:
+            return None
         kept = work.keep_outputs or self.config.pipeline_stage  # schedules hold them until backward
         with work.around():
             return trace_loss(self.program, work.loss, keep_outputs=kept)

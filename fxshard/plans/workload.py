@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,6 +35,31 @@ class Changes(Options, total=False):
     in_flight: int | None
 
 
+Around = Callable[[], AbstractContextManager[object]]
+
+
+def entered_once(around: Around) -> Around:
+    """`around`, which does nothing inside of itself: what a block like `loss_parallel` sets up is
+    gone when an inner one ends.
+    """
+    inside = False
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        nonlocal inside
+        if inside:
+            yield
+            return
+        with around():
+            inside = True
+            try:
+                yield
+            finally:
+                inside = False
+
+    return entered
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """What a plan is made for: everything that decides what a step does.
@@ -53,7 +78,8 @@ class Workload:
         in_flight: of a pipeline's stage, how many forwards run ahead of the first backward; None:
             all of the step.
         around: gives a block in which the call is as it will be: the ranks of the mesh of a model
-            that was parallelised for the plan are there, and what the loop calls the model in.
+            that was parallelised for the plan are there, and what the loop calls the model in. The
+            block may be entered again inside of itself (see `entered_once`).
         whole: the step is one program, of `fxshard.compile_step`, and `call` has the target too.
     """
 
@@ -67,7 +93,7 @@ class Workload:
     keep_outputs: bool = True
     tangents: tuple[int, ...] | None = None
     in_flight: int | None = None
-    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    around: Around = contextlib.nullcontext
     whole: Whole | None = None
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard.capture.held import copied
 from fxshard.ir.splitting import configured_units
-from fxshard.plans.workload import Workload
+from fxshard.plans.workload import Workload, entered_once
 from fxshard.runtime.sharding import Sharding
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.mesh import data_parallel, world_over
@@ -58,7 +58,8 @@ class Parallel:
         sharding = Sharding(module, units, world_over(left, work.config, units), work.config)
         if (context := self.context) is None:
             return sharding, work
-        return sharding, dataclasses.replace(work, around=lambda: context(module, mesh))
+        around = entered_once(lambda: context(module, mesh))
+        return sharding, dataclasses.replace(work, around=around)
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
         """A mesh of all dimensions, the added ones first; and what the user has of it."""

@@ -1,5 +1,6 @@
 """A model on a mesh, planned without a process group."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.errors import CaptureError, ConfigError
+from fxshard.plans.workload import entered_once
 from fxshard.verify.certificate import collectives
 from tests.distributed import context_parallel_cases as contexts
 from tests.distributed import expert_parallel_cases as experts
@@ -219,3 +221,25 @@ def test_models_and_processes_with_ranks_are_refused() -> None:
         of_an_mlp(model, mesh["tp"])
     with pytest.raises(ConfigError, match="parallelised already"):
         fxshard.plan(model, (X,), mesh=MESH, parallelize=parallelize)
+
+
+def test_a_block_inside_of_itself_does_nothing() -> None:
+    """`loss_parallel` has no effect any more when an inner one has ended."""
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        seen.append("in")
+        try:
+            yield
+        finally:
+            seen.append("out")
+
+    around = entered_once(block)
+    with around(), around(), around():
+        pass
+    with pytest.raises(ArithmeticError), around():
+        raise ArithmeticError
+    with around():
+        pass
+    assert seen == ["in", "out"] * 3
