@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxshard._torch import collectives, process_groups
 from fxshard._torch.trees import tree_flatten, tree_map_tensors
+from fxshard.ir import layout
 from fxshard.runtime.world.aliases import Aliases
 
 
@@ -47,8 +48,9 @@ class EagerCollectives:
         # gloo gathers into parts of the result in any case; these are known.
         sent, size, name = args
         sent = held.of(sent.view(1)) if not sent.dim() else sent
-        made = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
-        work = process_groups.called(name).allgather([list(map(held.of, made.chunk(size)))], [sent])
+        made = sent.new_empty(layout.gathered(sent.shape, size))
+        parts = (layout.part_of(made, rank, size) for rank in range(size))
+        work = process_groups.called(name).allgather([list(map(held.of, parts))], [sent])
         collectives.register_work(made, work)
         return made
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from fxshard._torch import process_groups
-from fxshard.ir import ops, tags
+from fxshard.ir import layout, ops, tags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,9 @@ class Backend:
             if alias is not None:
                 # Into one buffer is what gloo does in this way too, with parts that it makes itself
                 # and that nobody else can let go of.
-                yield group.allgather([list(map(alias, buffer.chunk(group.size())))], [shard])
+                ranks = group.size()
+                parts = (layout.part_of(buffer, rank, ranks) for rank in range(ranks))
+                yield group.allgather([list(map(alias, parts))], [shard])
                 continue
             yield process_groups.all_gather_single(buffer, shard, group=group, async_op=True)
 
