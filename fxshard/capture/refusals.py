@@ -9,7 +9,7 @@ import logging
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -74,13 +74,17 @@ def check_runs(model: nn.Module) -> None:
     """
     check_captured()
     if by := modes.tracer():
-        name = users_class(model).__name__
-        raise CaptureError(
-            f"{provenance.user_line()}: {name} is sharded, and called while {by} records what is "
-            f"called: no recording holds its collectives, of shards that each rank has others of. "
-            f"Record the plain model, before it is sharded; what a step takes, sends and runs is "
-            f"in fxshard.plan(...), and in .plan of a compiled model."
-        )
+        refuse_recording(users_class(model).__name__, by)
+
+
+def refuse_recording(what: str, by: str) -> NoReturn:
+    """Raise CaptureError: `what` is called while `by` records."""
+    raise CaptureError(
+        f"{provenance.user_line()}: {what} is sharded, and called while {by} records what is "
+        f"called: no recording holds its collectives, of shards that each rank has others of. "
+        f"Record the plain model, before it is sharded; what a step takes, sends and runs is "
+        f"in fxshard.plan(...), and in .plan of a compiled model."
+    )
 
 
 @contextlib.contextmanager

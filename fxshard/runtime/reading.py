@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxshard._torch import dynamo, trees
-from fxshard.capture import hf
+from fxshard.capture import hf, refusals
 from fxshard.errors import ConfigError, StepError, UnitError
 from fxshard.ir.unit_choice import ignored_of
 from fxshard.ir.units import Unit
@@ -50,6 +50,8 @@ _LIBRARY.define("parameter(Tensor handle) -> Tensor")
 
 @torch.library.register_fake("fxshard::parameter", lib=_LIBRARY)
 def _unsharded_fake(handle: Tensor) -> Tensor:
+    if torch.compiler.is_exporting():  # by Dynamo (strict=True)
+        refusals.refuse_recording("a model", "torch.export")
     return handle.new_empty(handle.shape)
 
 

@@ -162,7 +162,9 @@ class Runtime(Phases):
         alone = not squared and state.is_sharded(slots[0].tensor)
         return [[state.norms_of(mine, squared, dtype, alone=alone)]]
 
-    @torch.compiler.disable(reason="fxshard runs a program of its own")
+    @torch.compiler.disable(
+        reason="fxshard runs a program of its own; torch.export takes the plain model"
+    )
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one forward; the result is what the user's model returns.
 

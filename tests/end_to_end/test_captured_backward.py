@@ -114,8 +114,13 @@ def recorded(rank: int, world_size: int, how: str) -> None:
         step_of(model)(batch(rank))
     if how == "compile":
         inspect.getmembers(model)
-        with pytest.raises(CaptureError, match=r"while make_fx or torch.export records"):
-            torch.export.export(model, (batch(rank),))
+    with pytest.raises(CaptureError, match=r"while make_fx or torch.export records"):
+        torch.export.export(model, (batch(rank),))
+    said = (
+        r"while torch.export records" if how == "shard" else r"torch.export takes the plain model"
+    )
+    with pytest.raises(Exception, match=said):  # Dynamo's own
+        torch.export.export(model, (batch(rank),), strict=True)
 
 
 @pytest.mark.parametrize("how", KINDS)

@@ -78,7 +78,9 @@ class ReadableStore(ParameterStore):
         Raises:
             StepError: its gradient would not be reduced as in a program; or see
                 `Slot.restore_storage`.
+            CaptureError: see `refusals.check_runs`.
         """
+        refusals.check_runs(self.model)
         if self.unfilled:
             self.require_filled(memory=True)
         self.require_plain([slot], "is read by eager code")
