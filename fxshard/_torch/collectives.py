@@ -22,12 +22,19 @@ from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard._torch.fully_sharded import replaced
 
 AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-# torch 2.13 wraps by an operator, whose fake kernel makes a copy.
-WRAP: Any = getattr(
-    getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd", None), "default", None
+_FUNCTIONAL = torch.ops._c10d_functional
+WAIT = _FUNCTIONAL.wait_tensor.default
+GATHER = _FUNCTIONAL.all_gather_into_tensor.default
+# Of these the group, or its name, is the last argument. The first two send what they are given, the
+# others a copy (torch/csrc/distributed/c10d/Functional.cpp).
+SENDING = (GATHER, _FUNCTIONAL.all_to_all_single.default)
+LAUNCHES = (
+    *SENDING,
+    *(_FUNCTIONAL.all_reduce.default, _FUNCTIONAL.reduce_scatter_tensor.default),
+    _FUNCTIONAL.broadcast.default,
 )
+# torch 2.13 wraps by an operator, whose fake kernel makes a copy.
+WRAP: Any = getattr(getattr(_FUNCTIONAL, "_wrap_tensor_autograd", None), "default", None)
 _ASKING = (
     *(_functional_collectives, _collective_utils, _decompositions, _dispatch),
     *(_redistribute, _sharding_prop),

@@ -30,12 +30,12 @@ class EagerCollectives:
             if (held := self._held.pop(id(args[0].untyped_storage()), None)) is not None:
                 held.drop()
             return result
-        if func.namespace != "_c10d_functional" or func is collectives.WRAP:
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if func not in collectives.LAUNCHES or dist.get_backend(_group(args)) != "gloo":
             return func(*args, **kwargs)
         held = Aliases()
-        made = self._launched(held, func, tree_map_tensors(held.of, args), kwargs)
+        if func in collectives.SENDING:
+            args = tree_map_tensors(held.of, args)
+        made = self._launched(held, func, args, kwargs)
         for tensor in tree_flatten(made)[0]:
             if isinstance(tensor, Tensor):
                 self._held[id(tensor.untyped_storage())] = held
@@ -43,17 +43,18 @@ class EagerCollectives:
 
     @staticmethod
     def _launched(held: Aliases, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not collectives.GATHER or not _is_gloo(args[2]):
+        if func is not collectives.GATHER:
             return tree_map_tensors(held.instead, func(*args, **kwargs))
         # gloo gathers into parts of the result in any case; these are known.
-        sent, size, name = args
+        sent, size, _ = args
         sent = held.of(sent.view(1)) if not sent.dim() else sent
         made = sent.new_empty(layout.gathered(sent.shape, size))
         parts = (layout.part_of(made, rank, size) for rank in range(size))
-        work = process_groups.called(name).allgather([list(map(held.of, parts))], [sent])
+        work = _group(args).allgather([list(map(held.of, parts))], [sent])
         collectives.register_work(made, work)
         return made
 
 
-def _is_gloo(name: str) -> bool:
-    return dist.get_backend(process_groups.called(name)) == "gloo"
+def _group(args: tuple[Any, ...]) -> Any:
+    """That of a functional collective, which takes it, or its name, last."""
+    return process_groups.called(args[-1]) if isinstance(args[-1], str) else args[-1]
