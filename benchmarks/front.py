@@ -1,7 +1,7 @@
 """Bytes against time: fxshard's plans beside FSDP2 with each way of saving less activations.
 
     python -m benchmarks.front                  # an hour
-    python -m benchmarks.front --models llama   # the page has these alone
+    python -m benchmarks.front --models llama   # the page keeps the others as they were measured
 
 Points of FSDP2: each block's activations all saved, selectively checkpointed (products and
 attention are saved, as torchtitan has it per operator), or checkpointed in full; eager, and with
@@ -21,6 +21,7 @@ smallest plan with at most its time, as ratios to it. Beside eager points stand 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from benchmarks.figures import RESULTS, ROOT, geometric_mean, spread, write
+from benchmarks.figures import RESULTS, ROOT, geometric_mean, machine, spread, write
 from benchmarks.models import FRONT
 from benchmarks.points import (
     EVERY,
@@ -75,7 +76,8 @@ def front(name: str, steps: int, compiled: bool = True) -> dict[str, Any]:
             }
             if rows.setdefault(point.name, found) is found:
                 print(found, flush=True)
-    return {"model": name, "title": recipe.title, "points": list(rows.values())}
+    every = list(rows.values())
+    return {"model": name, "title": recipe.title, "where": machine(), "points": every}
 
 
 def beside(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,13 +155,18 @@ def page(result: dict[str, Any]) -> str:
         for pair in row["beside"]
     ]
     missing = claim["without_a_plan"]
-    where = f"{result['date']}; {result['machine']}, {result['cpu']}, load {result['load']}"
+    where: dict[str, list[str]] = {}
+    for row in result["models"]:
+        where.setdefault(_where(row["where"]), []).append(row["title"])
+    measured = [
+        f"{said}: {', '.join(titles)}" if len(where) > 1 else said for said, titles in where.items()
+    ]
     return "\n".join(
         [
             "# Bytes against time, beside FSDP2\n",
             "Written by `python -m benchmarks.front`; do not edit.\n",
             "\n".join((__doc__ or "").split("\n")[4:]).strip() + "\n",
-            f"{where}; Python {result['python']}, torch {result['torch']}.\n",
+            *(f"{said}.\n" for said in measured),
             f"At {claim['in_front']} of {claim['points']} points fxshard has a plan that is no "
             f"worse in one and better in the other. Geometric means: {claim['time']} of the time "
             f"at equal bytes, {claim['bytes']} of the bytes at equal time (goal: {claim['goal']} "
@@ -168,6 +175,13 @@ def page(result: dict[str, Any]) -> str:
             "![Both fronts of each model](front.png)\n",
             tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True) + "\n",
         ]
+    )
+
+
+def _where(found: dict[str, Any]) -> str:
+    return (
+        f"{found['date']}; {found['machine']}, {found['cpu']}, load {found['load']}; "
+        f"Python {found['python']}, torch {found['torch']}"
     )
 
 
@@ -193,10 +207,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name in given.models:
         row = front(name, given.steps, compiled=not given.smoke)
         rows.append({**row, "beside": beside(row["points"])})
+    out = given.out or RESULTS / "front.json"
+    if not given.smoke and out.exists():
+        kept = [row for row in json.loads(out.read_text())["models"] if row["model"] in FRONT]
+        rows = list({row["model"]: row for row in [*kept, *rows]}.values())
     result = {"ranks": WORLD, "steps": given.steps, "models": rows, "claims": claims(rows)}
     print(result["claims"])
     if given.out or not given.smoke:
-        out = given.out or RESULTS / "front.json"
         write(out, result)
         if not given.out:
             write_page(out)
@@ -205,8 +222,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def write_page(results: Path) -> None:
     """docs/front.md and docs/front.png, of the results of an earlier run."""
-    import json
-
     result = json.loads(results.read_text())
     PAGE.write_text(page(result))
     plot(result["models"], PAGE.with_suffix(".png"))

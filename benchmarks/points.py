@@ -78,7 +78,8 @@ THEIRS_COMPILED = (
     ),
 )
 SHARES = (0.25, 0.5, 0.75)  # of what the default plan saves and a checkpointed one does not
-LEAN = {"forward_prefetch": 0, "backward_prefetch": 0, "max_bucket_bytes": "1MiB"}
+ONE_UNIT = {"forward_prefetch": 0, "backward_prefetch": 0}  # is unsharded at a time
+LEAN = {**ONE_UNIT, "max_bucket_bytes": "1MiB"}
 SELECTIVE = functools.partial(create_selective_checkpoint_contexts, SAVED)
 
 
@@ -97,6 +98,7 @@ def plans(recipe: Model, compiled: bool) -> list[Point]:
             f"{share:.0%} saved": {"checkpoint": least + int(share * (most - least))}
             for share in SHARES
         },
+        "checkpointed, no prefetch": {"checkpoint": "full", **ONE_UNIT},
         "all saved, lean": {"checkpoint": None, **LEAN},
         "checkpointed, lean": {"checkpoint": "full", **LEAN},
     }
@@ -104,7 +106,7 @@ def plans(recipe: Model, compiled: bool) -> list[Point]:
         options |= {
             f"{name}, loss in chunks": {**given, "chunk_loss": True}
             for name, given in list(options.items())
-            if name in ("all saved", "50% saved", "checkpointed", "checkpointed, lean")
+            if name in ("all saved", "50% saved") or name.startswith("checkpointed")
         }
     words = "fxshard, inductor" if compiled else "fxshard"
     return [
