@@ -233,6 +233,16 @@ def measured(rank: int, world_size: int, name: str, path: str) -> list[int]:
             yield
             tracker.at()
 
+    world = model._fxshard.world
+    wait = world.wait
+
+    def waited(*given: Any, **named: Any) -> None:
+        """gloo copies out of a buffer of its own, which its thread frees some time later."""
+        tracker.waiting = True
+        wait(*given, **named)
+        tracker.waiting = False
+
+    world.wait = waited
     plain = background.staged
 
     def seen(state: Any) -> Any:
