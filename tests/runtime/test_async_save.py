@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxshard
 from fxshard._torch.process_groups import fake_process_group
@@ -234,15 +234,19 @@ def measured(rank: int, world_size: int, name: str, path: str) -> list[int]:
             tracker.at()
 
     world = model._fxshard.world
-    wait = world.wait
+    wait, free = world.wait, world.free
 
+    # gloo's thread drops its own buffers, and its views of ours, some time later.
     def waited(*given: Any, **named: Any) -> None:
-        """gloo copies out of a buffer of its own, which its thread frees some time later."""
         tracker.waiting = True
         wait(*given, **named)
         tracker.waiting = False
 
-    world.wait = waited
+    def freed(tensors: list[Tensor]) -> None:
+        free(tensors)
+        tracker.resized(tensors)
+
+    world.wait, world.free = waited, freed
     plain = background.staged
 
     def seen(state: Any) -> Any:
