@@ -62,8 +62,16 @@ def machine() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
+        "transformers": _version("transformers"),
     }
+
+
+def _version(package: str) -> str | None:
+    """None if it is not installed, as where only torch is."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu() -> str:

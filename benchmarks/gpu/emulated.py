@@ -169,10 +169,10 @@ class EmulatedGroup(dist.ProcessGroup):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             each.began.record()
+            # Copies read and write once what they send; last, so that what does not wait is seen.
+            copied = 2 * each.bytes / memory_rate() if each.kind != "all_reduce" else 0.0
+            spin(each.modelled - copied)
             run()
-            # The copies read and write once what they send.
-            copied = 2 * each.bytes / memory_rate()
-            spin(each.modelled - copied if each.kind != "all_reduce" else each.modelled)
             each.done.record()
         return _OnStream(each, tensors)
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Plans against a GPU's own figures (memory.py, less than 8 minutes), a trace of its streams
-# (streams.py), and FSDP2 beside fxshard on an emulated network (emulated_network.py, 10 minutes).
+# (streams.py), numbers against eager PyTorch (numerics.py), and FSDP2 beside fxshard on an emulated
+# network (emulated_network.py, 10 minutes).
 #
 #   bash benchmarks/gpu/run.sh                     # one GPU; writes benchmarks/results/<date>-<gpu>.*
 #   bash benchmarks/gpu/run.sh --cpu --out FOLDER  # no GPU: small models, to the byte
@@ -26,7 +27,7 @@ if missing:
 PY
 status=0
 "$python" -m benchmarks.gpu.memory "$@" || status=$?
-# Then streams and the emulated network, unless only some models of memory.py are asked for.
+# Then the others, unless only some models of memory.py are asked for.
 device=() out=()
 while (($#)); do
   case "$1" in
@@ -37,7 +38,7 @@ while (($#)); do
   esac
   shift
 done
-for script in streams emulated_network; do
+for script in streams numerics emulated_network; do
   "$python" -m "benchmarks.gpu.$script" "${device[@]}" "${out[@]}" || status=2
 done
 exit "$status"
