@@ -9,7 +9,8 @@ comes after those that it conflicts with:
   soon as nothing refers to it, or its storage is resized to nothing (`Watch.freed`), whoever still
   uses it. What is made of it next may be any of it, so that all that ever touched memory of the
   pool has happened before the first access;
-- a kernel of the compute stream may take memory for the time that it runs.
+- a kernel of the compute stream may take memory for the time that it runs;
+- what is made empty is written at once where torch's deterministic algorithms fill it.
 
 It knows nothing of programs, schedules and what `fxshard.verify` asks for.
 """
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -237,5 +239,6 @@ def _runs_nothing(
 ) -> bool:
     """Whether an operator only makes room, or a view."""
     if function.namespace == "aten" and function._overloadpacket.__name__ in _ALLOCATE:
-        return True
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        return not (fills and torch.are_deterministic_algorithms_enabled())
     return bool(results) and not written and not made

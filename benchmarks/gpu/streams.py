@@ -34,6 +34,7 @@ from benchmarks.ranks import alone
 Span = tuple[int, int]  # nanoseconds
 # On a CPU: slow enough that the link is busy for as long as a layer computes.
 SLOW = Link(1e-4, 5e7)
+EXPOSED = 20  # spans that are listed: where they begin, and how long they are
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
@@ -58,6 +59,21 @@ def overlap(first: Iterable[Span], second: Iterable[Span]) -> int:
         else:
             j += 1
     return total
+
+
+def alone_of(first: Iterable[Span], second: Iterable[Span]) -> list[Span]:
+    """What of the first spans lies in none of the second, in order."""
+    found, cut = [], union(second)
+    for begin, end in union(first):
+        for b, e in cut:
+            if e <= begin or b >= end:
+                continue
+            if b > begin:
+                found.append((begin, b))
+            begin = max(begin, e)
+        if begin < end:
+            found.append((begin, end))
+    return found
 
 
 def by_stream(events: Sequence[Any]) -> dict[int, list[Span]]:
@@ -115,6 +131,8 @@ def figures(spans: dict[str, list[Span]], compute: str) -> dict[str, Any]:
     """Busy time of each stream, and how much of all others' lies over compute's."""
     others = [span for key, each in spans.items() if key != compute for span in each]
     both, busy = overlap(spans[compute], others), sum(e - b for b, e in union(others))
+    began = min(b for each in spans.values() for b, _ in each)
+    exposed = sorted(alone_of(others, spans[compute]), key=lambda s: s[0] - s[1])[:EXPOSED]
     return {
         "compute_stream": compute,
         "busy_ms": {key: sum(e - b for b, e in union(each)) / 1e6 for key, each in spans.items()},
@@ -122,6 +140,7 @@ def figures(spans: dict[str, list[Span]], compute: str) -> dict[str, Any]:
         "others_busy_ms": busy / 1e6,
         "overlapped_ms": both / 1e6,
         "share_overlapped": round(both / busy, 4) if busy else 0.0,
+        "longest_exposed_ms": [[(b - began) / 1e6, (e - b) / 1e6] for b, e in sorted(exposed)],
     }
 
 

@@ -45,6 +45,7 @@ ON_DEVICE = ("torch._functorch._aot_autograd.runtime_wrappers", "torch._higher_o
 WRAPPING = ("_from_local_no_grad", "init_unsharded_param")
 
 _device_of: Any = Tensor.device.__get__
+_RAW_STREAM = "_cuda_getCurrentRawStream"  # bitsandbytes takes it where there is CUDA
 _is_cuda: Any = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _is_cpu: Any = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
@@ -121,6 +122,7 @@ def remembered(is_there: Callable[[Tensor], bool]) -> Iterator[None]:
         (_foreach_utils, name, foreach_devices),
         (optimizer, name, foreach_devices),
         (torch._C, "_get_accelerator", accelerator),
+        (torch._C, _RAW_STREAM, getattr(torch._C, _RAW_STREAM, lambda device: 0)),
         (Tensor, "_make_wrapper_subclass", staticmethod(wrapper)),
     ]
     with replaced(changes), mock.patch.dict(checks, {"default": described}):

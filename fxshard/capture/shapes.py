@@ -175,12 +175,13 @@ class Trace:
         ints = any(dim is None for at in places.values() for _, dim in at)
         return cls(places, of_call(leaves, ints=ints), told)
 
-    def fake(self, leaf: int, like: Tensor, mode: FakeTensorMode) -> Tensor | None:
+    def fake(
+        self, leaf: int, like: Tensor, mode: FakeTensorMode, device: torch.device
+    ) -> Tensor | None:
         """A contiguous fake input with symbols for sizes, or None where it has none of them."""
         if not any((leaf, dim) in self._at for dim in range(like.dim())):
             return None
         shape = [self._at.get((leaf, dim), size) for dim, size in enumerate(like.shape)]
-        device = torch.device("cpu") if like.is_meta else like.device
         with mode:
             fake: Tensor = torch.empty(shape, dtype=like.dtype, device=device)
         return fake.requires_grad_(like.requires_grad)

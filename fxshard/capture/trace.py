@@ -418,9 +418,11 @@ def _setup(
         leaves = [sizes.number(i, leaf) for i, leaf in enumerate(leaves)]
     fakes: list[torch.Tensor] = []
     for i in request.positions:
-        fake = sizes.fake(i, leaves[i], tracing) if sizes is not None else None
+        fake = None
+        if sizes is not None:
+            fake = sizes.fake(i, leaves[i], tracing, request.home_of(leaves[i]))
         if fake is None:
-            fake = fake_like(leaves[i], tracing)
+            fake = fake_like(leaves[i], tracing, device=request.home_of(leaves[i]))
             fake.requires_grad_(leaves[i].requires_grad)  # of an nn.Parameter too
         fakes.append(fake)
     return _Setup(FlatCall(request, leaves, sizes), tuple(fakes), tracing, sizes, before, way)
@@ -490,13 +492,15 @@ class _Setup:
         for tensors, key, tensor in modules.slots(self.call.model):
             if id(tensor) not in made:
                 is_parameter = isinstance(tensor, nn.Parameter)
-                home = self.call.request.device if is_parameter else None
+                home = self.call.request.home_of(tensor)
+                if is_parameter:
+                    home = self.call.request.device or home
                 if id(tensor) in extended:
-                    fake = self._around_fakes(extended[id(tensor)], tensor.device, home)
+                    fake = self._around_fakes(extended[id(tensor)], home)
                 elif id(tensor) in placed:
                     local = torch.empty(placed[id(tensor)].local_shape, device="meta")
                     dtype = dtypes.get(id(tensor)) or tensor.dtype
-                    fake = self._like(local, dtype, home or _real(tensor.device))
+                    fake = self._like(local, dtype, home)
                 else:
                     fake = self._like(tensor, dtypes.get(id(tensor)), home)
                 if is_parameter:
@@ -512,11 +516,8 @@ class _Setup:
             else fake_like(tensor, self.mode, *kind)
         )
 
-    def _around_fakes(
-        self, extension: Extension, device: torch.device, home: torch.device | None
-    ) -> torch.Tensor:
+    def _around_fakes(self, extension: Extension, home: torch.device) -> torch.Tensor:
         """What `fsdp_post_all_gather` makes of a parameter, a subclass, without data."""
-        home = home or _real(device)
         traced = extension.traced(1)  # what is made does not depend on the ranks
         with self.mode:
             inner = [
@@ -540,11 +541,6 @@ class _Setup:
     def concretize(self, graph: fx.Graph, mode: KernelFakeMode) -> Domain | None:
         """Make every value of `graph` a fake one of `mode`, of the example call."""
         return None if self.sizes is None else shapes.concretize(graph, self.sizes, mode)
-
-
-def _real(device: torch.device) -> torch.device:
-    """Where a tensor would be that is there, or on the meta device."""
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _warn_of_changes(before: Snapshot) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any
-
-import torch
 
 from fxshard.dryrun.tape import Tape
 from fxshard.memory.cuda.allocator import Allocation, replay
@@ -16,13 +13,7 @@ from fxshard.memory.cuda.reserved import DeviceMemory, PhaseReserved
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
 
-aten: Any = torch.ops.aten
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
-PRODUCTS = {
-    str(getattr(packet, overload))
-    for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-    for overload in packet.overloads()
-}
 
 
 def settings_of_environment() -> AllocatorSettings:
@@ -96,10 +87,9 @@ def _lives(tape: Tape) -> Iterator[Allocation]:
 
 
 def _workspaces(tape: Tape, fixed: tuple[FixedCost, ...]) -> Iterator[Allocation]:
-    """Each thread that multiplies matrices has one, from its first product on."""
-    inside = [cost for cost in fixed if not cost.bound]
-    for cost, backward in zip(inside, (False, True), strict=True):
-        for point in tape.products(PRODUCTS, backward):
+    """Each thread that multiplies matrices has its own, from its first product on."""
+    for cost in fixed:
+        for point in tape.products(cost.operators, cost.backward):
             yield Allocation(cost.bytes, 2 * point, None)
             break
 

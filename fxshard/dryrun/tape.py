@@ -102,13 +102,13 @@ class Tape:
             yield mark, last + 1 if following is None else following.point
 
     def products(self, operators: Container[str], backward: bool) -> Iterator[int]:
-        """The points at which such an operator runs, in backward or outside of it."""
+        """The points at which such operators run, of any overload, in backward or outside of it."""
         for mark, following in itertools.zip_longest(self.marks, self.marks[1:]):
             if ("backward" in mark.phase) != backward:
                 continue
             stop = len(self.moments) if following is None else following.point
             for point in range(mark.point, stop):
-                if self.moments[point].op in operators:
+                if self.moments[point].op.rpartition(".")[0] in operators:
                     yield point
 
     def over_for_host(self, stream: str) -> Callable[[int], int]:

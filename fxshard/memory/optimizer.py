@@ -192,6 +192,10 @@ class RealScalars(TorchFunctionMode):
     ASGD keeps its learning rate so, on the device of its parameter.
     """
 
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -202,7 +206,11 @@ class RealScalars(TorchFunctionMode):
         if made.dim() or any(t.is_meta for t in tags.tensors(args)):
             return made
         del made
-        return func(*args, **kwargs | {"device": torch.device("cpu")})
+        self._recorder.stands_in = True
+        try:
+            return func(*args, **kwargs | {"device": torch.device("cpu")})
+        finally:
+            self._recorder.stands_in = False
 
 
 def without_data(optimizer: Any, record: Callable[[str, AbstractContextManager[Any]], T]) -> T:
@@ -270,9 +278,9 @@ def record_steps(
             found = state_of(made, recorder, names)
             return {number: each for number, each in found.items() if number not in theirs}
 
-        with RealScalars(), recorder:
+        with RealScalars(recorder), recorder:
             made = make(list(params.values()), list(params))
-        if for_cuda:
+        if for_cuda and not program.offloaded:
             choose_foreach(made)
         initial = list(state())
         runs = runs_of(made, params, grads)
@@ -281,7 +289,7 @@ def record_steps(
             exchange.sent = Sent(names=exchange.sent.names)
             for fqns, run in runs.items():
                 recorder.events = [Event("start", [], [])]
-                with RealScalars(), recorder:
+                with RealScalars(recorder), recorder:
                     run()
                 steps[-1][fqns] = recorder.events
             recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
@@ -296,6 +304,7 @@ def record_steps(
         initial=initial,
         has_state=bool(made.state),
         parts=(steps[0], steps[1]),
+        on_host=frozenset(recorder.on_cpu if for_cuda else ()),
         sent=exchange.sent,
     )
 

@@ -63,6 +63,7 @@ class OptimizerStep:
         has_state: the optimizer's ``state`` is not empty after the first step.
         formulas: the bytes of each storage as an expression of the number of ranks, where it
             depends on it; empty if not asked for (see `with_formulas`).
+        on_host: storages that the CPU holds while parameters are elsewhere, such as Adam's steps.
         without: FQNs of parameters without a gradient, as no loss reaches them.
         sent: what is sent for updates of full matrices, in a step.
     """
@@ -76,6 +77,7 @@ class OptimizerStep:
     has_state: bool = True
     parts: tuple[Parts, Parts] | None = None
     formulas: dict[int, sympy.Expr] = dataclasses.field(default_factory=dict)
+    on_host: frozenset[int] = frozenset()
     without: frozenset[str] = frozenset()
     sent: Sent = dataclasses.field(default_factory=Sent)
 
@@ -94,4 +96,5 @@ class OptimizerStep:
             state = self.state[number]
             name, owner, category = state.name, owner_of(state.fqn), Category.OPT_STATE
         formula = self.formulas.get(number)
+        host = host or number in self.on_host
         return LiveRange(0, name, op, owner, category, size, host, formula=formula)

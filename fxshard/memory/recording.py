@@ -166,6 +166,8 @@ class Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []
         self.events: list[Event] = [Event("start", [], [])]
         self.numbers: dict[int, int] = {}
+        self.on_cpu: set[int] = set()  # numbers of what the CPU holds, unless it stands in
+        self.stands_in = False  # what is made on the CPU takes the place of what is elsewhere
         self._references: list[Any] = []
         self._count = 0
 
@@ -177,6 +179,8 @@ class Recorder(TorchDispatchMode):
         self._count += 1
         key = id(storage)
         self.numbers[key] = number
+        if storage.device.type == "cpu" and not self.stands_in:
+            self.on_cpu.add(number)
 
         def died(_: Any) -> None:
             self.numbers.pop(key, None)

@@ -206,12 +206,17 @@ class Plan:
         arrived = self._loss.arrived
         return None if arrived <= {*signature.tangents} else tuple(sorted(arrived))
 
+    @property
+    def device(self) -> str:
+        """Type of the device that it is a plan for, or that a compiled model computes on."""
+        return torch.device(self.config.device or self.program.device).type
+
     def step_after_backward(self) -> OptimizerStep | None:
         """The optimizer's step after backward, recorded once for replanned plans.
 
         It sees this rank's rows of the parameters, and which of them have gradients.
         """
-        program, for_cuda = self.program, self.config.device == "cuda"
+        program, for_cuda = self.program, self.device == "cuda"
         params = *program.params.values(), *program.ignored.values()
         rows = tuple((p.fqn, p.shape, p.dtype, p.requires_grad, p.position) for p in params)
         trained = frozenset(r.name for r in program.results if r.kind == "grad")
@@ -251,7 +256,6 @@ class Plan:
         step = self.optimizer_step
         loss, work = self._loss, self.workload
         held = held_ranges(work.module, work.call, self.program, loss)
-        device = str(self.config.device or self.program.device.type)
         scheduled = None
         if self.config.pipeline_stage and self.program.signature.training:
             count = work.micro_batches
@@ -259,7 +263,7 @@ class Plan:
             ahead, kept = work.in_flight or count, work.keep_outputs
             scheduled = schedule.walked(self.program, held, count, ahead, loss, keep_outputs=kept)
         return liveness.analyse(
-            self.programs, held, step, loss, device, plan=_Asked(self), scheduled=scheduled
+            self.programs, held, step, loss, self.device, plan=_Asked(self), scheduled=scheduled
         )
 
     def at(self, *, traced: bool = False, **sizes: int) -> Plan:
@@ -429,7 +433,7 @@ class Plan:
         )
 
     def _recorded(self, program: Program, optimizer: Any) -> OptimizerStep | None:
-        for_cuda = self.config.device == "cuda"
+        for_cuda = self.device == "cuda"
         without = unreached(self.program, self._loss)
         if self.config.optimizer_in_backward:
             return trace_in_backward(program, optimizer, for_cuda=for_cuda, without=without)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd, modes, trees
+from fxshard._torch import autograd, modes, optimizers, trees
 from fxshard._torch import dtensors as torch_dtensors
 from fxshard._torch.dtensors import sharded_like
 from fxshard.capture.swapped import as_users_own
@@ -84,6 +84,9 @@ class GatheringTensor(DTensor):
             return self.__reduce_ex__(protocol)
         finally:
             self.__class__, self.__dict__ = GatheringTensor, own
+
+
+optimizers.step_as_many(GatheringTensor)
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -229,5 +229,7 @@ def test_dtensors_do_not_know_what_anomaly_mode_asks() -> None:
     with process_groups.fake_process_group(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         flags = DTensor.from_local(torch.ones(2, dtype=torch.bool), mesh, [Shard(0)])
-        with pytest.raises(NotImplementedError, match="_is_any_true"):
-            torch.ops.aten._is_any_true.default(flags)
+        asks = torch.ops.aten._is_any_true.default
+        unanswered = dtensors.without_dtensor_handler(asks)  # another test's model may answer it
+        with unanswered, pytest.raises(NotImplementedError, match="_is_any_true"):
+            asks(flags)

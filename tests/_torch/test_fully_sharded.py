@@ -105,6 +105,7 @@ def test_a_fake_tensor_says_where_it_was_asked_to_be() -> None:
         there, here = torch.zeros(2, 2), torch.zeros(2)
         assert there.device == torch.device("cuda", 0) and here.device == torch.device("cpu")
         assert (there + 1).shape == (2, 2)  # torch's own code sees the CPU
+        assert torch._C._cuda_getCurrentRawStream(0) == 0
         optimizer = torch.optim.AdamW([nn.Parameter(there)])
         optimizer.param_groups[0]["params"][0].grad = torch.zeros(2, 2)
         optimizer.step()

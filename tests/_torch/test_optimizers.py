@@ -1,20 +1,23 @@
 """Contracts of what `fxshard._torch.optimizers` uses of torch."""
 
+import importlib
+
+import pytest
 import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils import _foreach_utils
 
-from fxshard._torch import (
-    optimizers,
-)
+from fxshard._torch import optimizers
 
 
 def test_foreach_copy_casts_in_one_operator() -> None:
@@ -24,6 +27,31 @@ def test_foreach_copy_casts_in_one_operator() -> None:
         optimizers.foreach_copy(into, tensors)
     assert all(torch.equal(i, t.bfloat16()) for i, t in zip(into, tensors, strict=True))
     assert [e.count for e in seen.key_averages() if e.key == "aten::_foreach_copy_"] == [1]
+
+
+def test_torch_takes_tensors_many_at_once_by_their_exact_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own(torch.Tensor):
+        pass
+
+    optim = importlib.import_module("torch.optim.optimizer")  # torch.optim deletes the name
+    for module in (optim, _foreach_utils):
+        kinds = list(module._foreach_supported_types)
+        assert DTensor in kinds and Own not in kinds
+        monkeypatch.setattr(module, "_foreach_supported_types", kinds)
+    monkeypatch.setattr(optimizers, "_stepped_as_many", optim._foreach_supported_types)
+    monkeypatch.setattr(optimizers, "_clipped_as_many", _foreach_utils._foreach_supported_types)
+    monkeypatch.setattr(optim, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    own = torch.zeros(2).as_subclass(Own)
+
+    def many() -> tuple[bool, bool]:
+        stepped = optim._default_to_fused_or_foreach([own], differentiable=False)[1]
+        return stepped, _foreach_utils._has_foreach_support([own], own.device)
+
+    assert many() == (False, False)
+    optimizers.step_as_many(Own)
+    assert many() == (True, True)
 
 
 def test_torch_steps_an_optimizer_without_state_to_save_it() -> None:

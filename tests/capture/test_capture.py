@@ -206,3 +206,31 @@ def test_operators_of_llama(captured: Callable[[str], Program]) -> None:
     assert set(where(program, "forward", aten.cos.default)) == {"model.rotary_emb"}
     for loss in (aten.nll_loss_backward.default, aten._log_softmax_backward_data.default):
         assert where(program, "backward", loss) == [""]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale + x
+
+
+@pytest.mark.parametrize("symbols", [{}, {"n": ((0, 0),)}])
+def test_what_is_on_the_meta_device_is_traced_where_the_model_computes(symbols: Any) -> None:
+    """Buffers and example inputs too: they have no data yet, and no device."""
+    with torch.device("meta"):
+        model = Scaled()
+    x = torch.empty(3, 4, device="meta")
+    program = trace.capture(
+        *(model, (x,), {}),
+        units=find_units(model),
+        world_size=2,
+        training=False,
+        device=torch.device("cuda"),
+        symbols=symbols,
+    )
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    assert {v.device.type for v in values if isinstance(v, Tensor)} == {"cuda"}

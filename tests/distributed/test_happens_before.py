@@ -150,6 +150,19 @@ def test_no_race(setting: str) -> None:
         assert len(found.machine.streams) > 1
 
 
+@pytest.mark.parametrize("setting", ["half", *FAST])
+@pytest.mark.sample(4)
+def test_no_race_where_torch_fills_what_is_made_empty(setting: str) -> None:
+    """``torch.use_deterministic_algorithms`` writes NaN, on the stream that makes the tensor."""
+    with watched(LAYERS, SETTINGS[setting]) as found:
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert found.races() == 0, found.watch.races
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 LLAMA = Case(
     "llama",
     build=Llama,

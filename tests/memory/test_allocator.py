@@ -526,8 +526,20 @@ def test_cublas_workspaces() -> None:
     assert cublas_workspace((8, 0)) == cublas_workspace((8, 9)) == 8_320 * KIB
 
 
-def test_fixed_costs() -> None:
+def test_cublaslt_has_workspaces_of_its_own_where_torch_does_not_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch.backends.cuda, "cublaslt_workspace_size", raising=False)
+    found = {c.name: c.bytes for c in fixed_costs((9, 0)) if "cuBLASLt" in c.name}
+    assert found == {
+        "cuBLASLt workspace, forward thread": MIB,
+        "cuBLASLt workspace, autograd thread": MIB,
+    }
+
+
+def test_fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads use cuBLAS; what is outside the allocator is marked as a bound."""
+    monkeypatch.setattr(torch.backends.cuda, "cublaslt_workspace_size", None, raising=False)
     costs = fixed_costs((9, 0))
     assert sum(cost.bytes for cost in costs if not cost.bound) == 64 * MIB
     assert sum(c.bytes for c in fixed_costs((8, 0)) if not c.bound) == 16_640 * KIB

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from fxshard.memory.cuda.settings import KIB, MIB
 
 HOPPER_WORKSPACE = 32 * MIB
 # CUBLAS_WORKSPACE_CONFIG as if it were :4096:2:16:8, two buffers of 4 MiB and eight of 16 KiB
 OTHER_WORKSPACE = 2 * 4 * MIB + 8 * 16 * KIB
 HOPPER_AND_BLACKWELL = (9, 10, 12)  # major compute capabilities
+MATRIX_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+WITH_BIAS = ("aten.addmm",)  # what cuBLASLt multiplies
 
-# Stated bounds; nothing was measured here.
+# Of its own where torch.backends.cuda has no ``cublaslt_workspace_size``, whose page says that
+# cuBLASLt shares cuBLAS's by default. Measured with torch 2.11 (benchmarks/results, H200).
+LT_WORKSPACE = 1 * MIB
+
+# Stated bounds.
 CUDA_CONTEXT = 1024 * MIB
 NCCL_CHANNELS = 32
 NCCL_NEIGHBOURS = 2  # of a rank in a ring
@@ -29,16 +37,20 @@ class FixedCost:
             `bytes` is no more than a stated bound. False: inside, exact, and counted in `allocated`
             and `reserved` from its first use on.
         source: where the figure is from.
+        operators: what is inside is there from the first of these on,
+        backward: in backward, by autograd's thread; or outside of it, by that of forward.
     """
 
     name: str
     bytes: int
     bound: bool
     source: str
+    operators: tuple[str, ...] = ()
+    backward: bool = False
 
 
 def cublas_workspace(capability: tuple[int, int]) -> int:
-    """Bytes of one cuBLAS workspace, which cuBLASLt shares, where CUBLAS_WORKSPACE_CONFIG is unset.
+    """Bytes of one cuBLAS workspace, where CUBLAS_WORKSPACE_CONFIG is unset.
 
     Source: ``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``parseChosenWorkspaceSize``. (Older torch
     knew 32 MiB for capability 9.0 alone.)
@@ -62,9 +74,16 @@ def fixed_costs(capability: tuple[int, int], *, communicators: int = 1) -> list[
     workspace = cublas_workspace(capability)
     pool = "torch aten/src/ATen/cuda/CublasHandlePool.cpp"
     buffers = communicators * NCCL_CHANNELS * NCCL_NEIGHBOURS * NCCL_BUFFERS
+    kinds = [("cuBLAS", workspace, MATRIX_PRODUCTS)]
+    if not hasattr(torch.backends.cuda, "cublaslt_workspace_size"):
+        kinds.append(("cuBLASLt", LT_WORKSPACE, WITH_BIAS))
+    inside = [
+        FixedCost(f"{kind} workspace, {thread} thread", size, False, pool, first, backward)
+        for kind, size, first in kinds
+        for thread, backward in (("forward", False), ("autograd", True))
+    ]
     return [
-        FixedCost("cuBLAS workspace, forward thread", workspace, False, pool),
-        FixedCost("cuBLAS workspace, autograd thread", workspace, False, pool),
+        *inside,
         FixedCost(
             "CUDA context and kernels",
             CUDA_CONTEXT,

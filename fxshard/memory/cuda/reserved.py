@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import torch
 
 from fxshard.ir.program import Program
 from fxshard.memory.cuda.allocator import Allocation, Replay, replay
@@ -21,11 +18,8 @@ from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.kernels import KernelTemporary
 from fxshard.memory.ledger import BEFORE, Ledger
 
-aten: Any = torch.ops.aten
-
 HOPPER = (9, 0)  # compute capability
 STEADY_STEPS = 2  # until the cache serves every request as it did the step before
-MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +139,7 @@ def device_memory(
         lives += _of_step(ledger, offset)
         lives += _temporaries(ledger, offset, [inside[id(program)] for program in programs])
         offset += len(ledger.totals)
-    lives += _workspaces(first, programs, fixed)
+    lives += _workspaces(first, fixed)
     lives.sort(key=lambda each: each.born)  # as they are asked for; the sort keeps equal ticks
     done = replay(lives, settings, capacity=capacity)
     phases = [
@@ -188,16 +182,19 @@ def _temporaries(
                 yield Allocation(row.bytes, tick, tick + 1)
 
 
-def _workspaces(
-    first: Ledger, programs: Sequence[Program], fixed: Sequence[FixedCost]
-) -> Iterator[Allocation]:
-    """Workspaces stay from the first matrix product of their thread on."""
-    nodes = (node for program in programs for node in program.graph.nodes)
-    if not any(node.target in MATRIX_PRODUCTS for node in nodes):
-        return
-    threads = ("forward", "backward")
-    for cost, thread in zip([c for c in fixed if not c.bound], threads, strict=True):
-        begin = next((p.start for p in first.phases if p.name == thread), None)
+def _workspaces(first: Ledger, fixed: Sequence[FixedCost]) -> Iterator[Allocation]:
+    """Workspaces stay from the first use on."""
+    for cost in fixed:
+        begin = next(
+            (
+                point
+                for phase in first.phases
+                if ("backward" in phase.name) == cost.backward
+                for point in range(phase.start, phase.start + phase.points + 1)
+                if first.moments[point].op in cost.operators
+            ),
+            None,
+        )
         if begin is not None:
             yield Allocation(cost.bytes, 2 * begin, None)
 

@@ -58,11 +58,11 @@ def lifecycle(
         ConfigError: the optimizer's step needs data.
     """
     tree = Tree(program, config, model, [h for h in held if h.category is not Category.INPUTS])
-    on_cuda = config.device == "cuda" or tree.device.type == "cuda"
     new = step
     grown = unused(program) or (step is not None and step.without)
-    if step is not None and (grown or on_cuda != (config.device == "cuda")):
-        new = trace_step(program, config.optimizer, for_cuda=on_cuda, unused=True)
+    if step is not None and grown:
+        for_cuda = tree.device.type == "cuda"
+        new = trace_step(program, config.optimizer, for_cuda=for_cuda, unused=True)
     phases = [init(tree)]
     if config.sync_module_states and program.world_size * program.replicas > 1:
         phases.append(init_receiving(tree))
