@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu import case, emulated_network, memory, streams
+from benchmarks.figures import RESULTS
+from benchmarks.gpu import case, emulated_network, foretold, memory, numerics, streams
 from benchmarks.gpu.emulated import EmulatedGroup, Link, emulated_world
-from benchmarks.gpu.models import ON_CPU
+from benchmarks.gpu.models import ON_CPU, ON_GPU
 from fxshard._torch import process_groups
 
 ROOT = Path(__file__).parents[2]
@@ -321,6 +322,28 @@ def test_overlap_of_spans_by_hand() -> None:
     assert found["share_overlapped"] == 0.2
 
 
+def test_what_is_exposed_by_hand() -> None:
+    assert streams.alone_of([(0, 4), (6, 9)], [(1, 2), (3, 7)]) == [(0, 1), (2, 3), (7, 9)]
+    assert streams.alone_of([(1, 2)], [(0, 4)]) == [] and streams.alone_of([(1, 2)], []) == [(1, 2)]
+
+
+@pytest.mark.parametrize("case", ["fp32", "nccl"])
+def test_numbers_of_an_emulated_rank_are_those_of_eager_pytorch(case: str) -> None:
+    row = numerics.ran(case, "cpu")
+    assert row["right"] and row["worst"] == 0.0 and row["bitwise"] == row["tensors"] > 20
+
+
+def test_a_number_that_is_wrong_is_told() -> None:
+    right = {"loss 0.0": torch.ones(()), "w": torch.ones(3)} | {
+        f"loss {step}.0": torch.ones(()) for step in range(numerics.STEPS)
+    }
+    assert numerics.difference(right, right)["worst"] == 0.0
+    nan = numerics.difference(right | {"w": torch.tensor([1.0, float("nan"), 1.0])}, right)
+    assert nan["at"] == "w" and not nan["worst"] <= 1.0
+    less = numerics.difference({k: v for k, v in right.items() if k != "w"}, right)
+    assert less["worst"] == float("inf")
+
+
 def test_streams_of_a_gpu_are_told_apart_by_the_profilers_events() -> None:
     class Kernel(SimpleNamespace):
         def device_type(self) -> Any:
@@ -355,8 +378,33 @@ def test_gathers_overlap_compute_in_the_trace(tmp_path: Path) -> None:
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def measured_on_a_gpu(model: str, world: int) -> list[dict[str, Any]]:
+    found = json.loads((RESULTS / "2026-11-27-nvidia-h200.json").read_text())
+    rows = [r for r in found["cases"] if (r["model"], r["world_size"]) == (model, world)]
+    return list(rows[0]["phases"])
+
+
+def test_a_plan_is_what_a_gpu_measured() -> None:
+    """Requested bytes, in each phase of three steps; torch 2.11 measured them on an H200."""
+    plan = case.planned(ON_GPU["llama-1b"], 8, "cuda")
+    phases = plan.memory.device_memory(capability=(9, 0)).phases
+    measured = measured_on_a_gpu("llama-1b", 8)
+    assert [p.requested for p in phases] == [m["measured"]["requested"] for m in measured]
+    for phase, each in zip(phases, measured, strict=True):
+        assert phase.allocated == pytest.approx(each["measured"]["allocated"], rel=1e-3)
+        assert phase.reserved == pytest.approx(each["measured"]["reserved"], rel=1e-3)
+
+
 @pytest.mark.slow
-def test_run_sh_runs_all_three_scripts_on_a_cpu(tmp_path: Path) -> None:
+def test_a_dry_run_of_fsdp2_is_what_a_gpu_measured(tmp_path: Path) -> None:
+    out = tmp_path / "foretold.json"
+    assert foretold.main(["--models", "llama-1b", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["cases"]
+    assert len(rows) == 4 and all(row["difference"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_run_sh_runs_all_scripts_on_a_cpu(tmp_path: Path) -> None:
     done = run(sys.executable, "--cpu", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(tmp_path.glob("*-cpu.json"))) == 1
@@ -364,3 +412,5 @@ def test_run_sh_runs_all_three_scripts_on_a_cpu(tmp_path: Path) -> None:
     assert network["label"].startswith("emulated") and len(network["cases"]) == 2
     assert all(row["emulated"] for row in network["cases"])
     assert json.loads((tmp_path / "streams_cpu.json").read_text())["overlapped_ms"] > 0
+    numbers = json.loads((tmp_path / "numerics_cpu.json").read_text())["cases"]
+    assert len(numbers) == len(numerics.CASES) + 1 and all(row["right"] for row in numbers)
