@@ -74,7 +74,7 @@ def fixed_costs(capability: tuple[int, int], *, communicators: int = 1) -> list[
     workspace = cublas_workspace(capability)
     pool = "torch aten/src/ATen/cuda/CublasHandlePool.cpp"
     buffers = communicators * NCCL_CHANNELS * NCCL_NEIGHBOURS * NCCL_BUFFERS
-    kinds = [("cuBLAS", workspace, MATRIX_PRODUCTS)]
+    kinds: list[tuple[str, int, tuple[str, ...]]] = [("cuBLAS", workspace, MATRIX_PRODUCTS)]
     if not hasattr(torch.backends.cuda, "cublaslt_workspace_size"):
         kinds.append(("cuBLASLt", LT_WORKSPACE, WITH_BIAS))
     inside = [

@@ -57,13 +57,13 @@ def unfilled() -> Iterator[None]:
     That fills new memory with NaN by a kernel of the compute stream. The stream of a launch does
     not wait for it, so it could come after what the launch has written.
     """
-    deterministic = torch.utils.deterministic
+    deterministic: Any = torch.utils.deterministic
     before = deterministic.fill_uninitialized_memory
-    deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+    deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        deterministic.fill_uninitialized_memory = before  # type: ignore[assignment]
+        deterministic.fill_uninitialized_memory = before
 
 
 @dataclasses.dataclass
