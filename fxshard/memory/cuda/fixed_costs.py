@@ -37,8 +37,9 @@ class FixedCost:
             `bytes` is no more than a stated bound. False: inside, exact, and counted in `allocated`
             and `reserved` from its first use on.
         source: where the figure is from.
-        operators: what is inside is there from the first of these on,
-        backward: in backward, by autograd's thread; or outside of it, by that of forward.
+        operators: what is inside the allocator is there from the first of these on that
+            autograd's thread runs, in `backward`, or that of forward, outside of it.
+        backward: see `operators`.
     """
 
     name: str
