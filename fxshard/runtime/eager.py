@@ -59,9 +59,11 @@ def gathered(
         world.wait(rows, _PAIR)
     found = dict(zip(alone, rows, strict=False))
     if small:
+        packed = rows[-1:]
         found |= zip(
-            small, world.unpack(rows[-1:], [list(shards[i].shape) for i in small]), strict=True
+            small, world.unpack(packed, [list(shards[i].shape) for i in small]), strict=True
         )
+        world.free(packed)  # gloo's thread may hold on to views of it
     return [found[i] for i in range(len(shards))]
 
 
