@@ -55,15 +55,13 @@ def gathered(
     with _launched(world, "unshard"):
         sent = [shards[i].contiguous() for i in alone]
         sent += world.pack([shards[i] for i in small], shards[0].dtype, _PAIR) if small else []
-        rows = world.all_gather(sent, _PAIR, grid.group("shard"))
+        rows = world.all_gather(sent, _PAIR, grid.group("shard"), freed=False)
         world.wait(rows, _PAIR)
     found = dict(zip(alone, rows, strict=False))
     if small:
-        packed = rows[-1:]
         found |= zip(
-            small, world.unpack(packed, [list(shards[i].shape) for i in small]), strict=True
+            small, world.unpack(rows[-1:], [list(shards[i].shape) for i in small]), strict=True
         )
-        world.free(packed)  # gloo's thread may hold on to views of it
     return [found[i] for i in range(len(shards))]
 
 

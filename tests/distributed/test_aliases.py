@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxshard.runtime import eager
 from fxshard.runtime.world.aliases import Aliases
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.validation.eager_collectives import EagerCollectives
@@ -52,6 +53,8 @@ def launched(world: C10dWorld, name: str, sent: Tensor) -> list[Tensor]:
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     launches: dict[str, Callable[[], list[Tensor]]] = {
         "all_gather": lambda: world.all_gather([sent], 0),
+        "all_gather of eager code": lambda: eager.gathered([sent], world),
+        "all_gather of eager code, packed": lambda: eager.gathered([sent, sent], world, 1024),
         "reduce_scatter": lambda: world.reduce_scatter([sent], 0),
         "all_reduce": lambda: world.all_reduce([sent], 0, "shard"),
         "reduce_now": lambda: world.reduce_now([sent]),
@@ -65,13 +68,14 @@ def launched(world: C10dWorld, name: str, sent: Tensor) -> list[Tensor]:
         "model_broadcast": lambda: world.model_broadcast([sent], 0, "tp", group, 0),
     }
     made = launches[name]()
-    if name not in ("reduce_now", "all_to_all"):
+    if name not in ("reduce_now", "all_to_all") and "eager" not in name:
         world.wait(made, 0)
     return made
 
 
 COLLECTIVES = (
-    *("all_gather", "reduce_scatter", "all_reduce", "reduce_now", "all_to_all"),
+    *("all_gather", "all_gather of eager code", "all_gather of eager code, packed"),
+    *("reduce_scatter", "all_reduce", "reduce_now", "all_to_all"),
     *("model_all_gather", "model_reduce_scatter", "model_all_reduce", "model_all_to_all"),
     "model_broadcast",
 )
@@ -81,12 +85,22 @@ def alive_after(rank: int, world_size: int, times: int) -> dict[str, int]:
     """Per collective, how often memory was alive after its wait, and its tensors' deletion."""
     world = C10dWorld(init_device_mesh("cpu", (world_size,)))
     found = dict.fromkeys(COLLECTIVES, 0)
+    buffers: list[Any] = []  # that several parameters are unpacked from
+    unpack = world.unpack
+
+    def unpacked(packed: list[Tensor], *given: Any) -> list[Tensor]:
+        buffers.extend(weakref.ref(t.untyped_storage()) for t in packed)
+        return unpack(packed, *given)
+
+    world.unpack = unpacked  # type: ignore[method-assign]
     for name in COLLECTIVES * times:
+        buffers.clear()
         sent = torch.ones(4)
         made = launched(world, name, sent)
         # gloo holds parts of what an all-gather of parameters writes, which is freed explicitly.
         written = () if name == "all_gather" else made
         storages = [weakref.ref(t.untyped_storage()) for t in (sent, *written)]
+        storages += buffers
         del sent, made, written
         found[name] += any(storage() is not None for storage in storages)
     return found

@@ -241,8 +241,11 @@ class C10dWorld(AgreeingRank):
         """The ranks of each mesh, by its name."""
         return {name: members.grid for name, members in self.meshes.items()}
 
-    def all_gather(self, shards: list[Tensor], pair: int, group: str = "shard") -> list[Tensor]:
-        return self._gather(shards, self.groups[group], ops.all_gather, pair, group)
+    def all_gather(
+        self, shards: list[Tensor], pair: int, group: str = "shard", *, freed: bool = True
+    ) -> list[Tensor]:
+        """`freed`: see `_gather`; True of programs, False of what eager code gathers and drops."""
+        return self._gather(shards, self.groups[group], ops.all_gather, pair, group, freed=freed)
 
     def reduce_scatter(
         self, grads: list[Tensor], pair: int, group: str = "shard", op: str = "avg"
