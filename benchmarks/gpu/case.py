@@ -83,8 +83,8 @@ def run_case(recipe: Recipe, world: int, *, cpu: bool, lock: Path | None) -> Row
     return found
 
 
-def planned(recipe: Recipe, world: int, device: str | None) -> Any:
-    """A plan without values, whatever this machine has."""
+def planned(recipe: Recipe, world: int, device: str | None, **options: Any) -> Any:
+    """A plan without values, whatever this machine has; `options` are of `fxshard.plan`."""
     with META:
         model = recipe.model()
     with pinned(recipe):
@@ -95,6 +95,7 @@ def planned(recipe: Recipe, world: int, device: str | None) -> Any:
             device=device,
             optimizer=adamw,
             **recipe.options(),
+            **options,
         )
 
 

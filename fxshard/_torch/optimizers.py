@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch.optim import _muon
-from torch.optim.optimizer import _foreach_supported_types as _stepped_as_many
+from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._foreach_utils import _foreach_supported_types as _clipped_as_many
+from torch.utils._foreach_utils import _foreach_supported_types as _clipped_by_foreach
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _IN_BACKWARD = "_in_backward_optimizers"
@@ -64,14 +64,14 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             each.update(all_of_them)
 
 
-def step_as_many(kind: type[torch.Tensor]) -> None:
+def allow_foreach(kind: type[torch.Tensor]) -> None:
     """Let optimizers and clipping take tensors of a subclass many at once by default, on GPUs.
 
     torch does so for plain tensors, parameters and DTensors, by exact type
     (torch/optim/optimizer.py, ``_default_to_fused_or_foreach``; torch/utils/_foreach_utils.py,
     ``_has_foreach_support``; torch/distributed/tensor/__init__.py adds DTensor).
     """
-    for kinds in (_stepped_as_many, _clipped_as_many):
+    for kinds in (_stepped_by_foreach, _clipped_by_foreach):
         if kind not in kinds:
             kinds.append(kind)
 

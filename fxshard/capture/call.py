@@ -112,7 +112,7 @@ class Request:
             if param.placed is not None
         }
 
-    def home_of(self, tensor: torch.Tensor) -> torch.device:
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
         """Where the trace sees a tensor: what is on the meta device is to be where it computes."""
         return self.computes_on if tensor.device.type == "meta" else tensor.device
 

@@ -418,11 +418,10 @@ def _setup(
         leaves = [sizes.number(i, leaf) for i, leaf in enumerate(leaves)]
     fakes: list[torch.Tensor] = []
     for i in request.positions:
-        fake = None
-        if sizes is not None:
-            fake = sizes.fake(i, leaves[i], tracing, request.home_of(leaves[i]))
+        device = request.device_of(leaves[i])
+        fake = None if sizes is None else sizes.fake(i, leaves[i], tracing, device)
         if fake is None:
-            fake = fake_like(leaves[i], tracing, device=request.home_of(leaves[i]))
+            fake = fake_like(leaves[i], tracing, device=device)
             fake.requires_grad_(leaves[i].requires_grad)  # of an nn.Parameter too
         fakes.append(fake)
     return _Setup(FlatCall(request, leaves, sizes), tuple(fakes), tracing, sizes, before, way)
@@ -492,7 +491,7 @@ class _Setup:
         for tensors, key, tensor in modules.slots(self.call.model):
             if id(tensor) not in made:
                 is_parameter = isinstance(tensor, nn.Parameter)
-                home = self.call.request.home_of(tensor)
+                home = self.call.request.device_of(tensor)
                 if is_parameter:
                     home = self.call.request.device or home
                 if id(tensor) in extended:

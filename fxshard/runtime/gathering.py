@@ -86,7 +86,7 @@ class GatheringTensor(DTensor):
             self.__class__, self.__dict__ = GatheringTensor, own
 
 
-optimizers.step_as_many(GatheringTensor)
+optimizers.allow_foreach(GatheringTensor)
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

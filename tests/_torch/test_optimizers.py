@@ -40,8 +40,8 @@ def test_torch_takes_tensors_many_at_once_by_their_exact_type(
         kinds = list(module._foreach_supported_types)
         assert DTensor in kinds and Own not in kinds
         monkeypatch.setattr(module, "_foreach_supported_types", kinds)
-    monkeypatch.setattr(optimizers, "_stepped_as_many", optim._foreach_supported_types)
-    monkeypatch.setattr(optimizers, "_clipped_as_many", _foreach_utils._foreach_supported_types)
+    monkeypatch.setattr(optimizers, "_stepped_by_foreach", optim._foreach_supported_types)
+    monkeypatch.setattr(optimizers, "_clipped_by_foreach", _foreach_utils._foreach_supported_types)
     monkeypatch.setattr(optim, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
     own = torch.zeros(2).as_subclass(Own)
 
@@ -50,7 +50,7 @@ def test_torch_takes_tensors_many_at_once_by_their_exact_type(
         return stepped, _foreach_utils._has_foreach_support([own], own.device)
 
     assert many() == (False, False)
-    optimizers.step_as_many(Own)
+    optimizers.allow_foreach(Own)
     assert many() == (True, True)
 
 

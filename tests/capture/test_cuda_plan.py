@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fxshard
 from fxshard._torch import export
@@ -18,6 +19,7 @@ from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.config.checked import Config
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.ir import dump
+from fxshard.memory.category import Category
 from fxshard.memory.optimizer import trace_step
 from tests.capture.cuda_cases import (
     CUDNN,
@@ -271,6 +273,29 @@ def test_adamw_copies_a_whole_state_once() -> None:
     assert most(True) == 4 * local
     assert most(False, foreach=True) == 4 * local
     assert most(True, foreach=False) == most(False) < 4 * local
+
+
+@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()])
+def test_steps_are_of_the_device_that_shards_are_on(offload: CPUOffloadPolicy | None) -> None:
+    """Shards on the CPU are stepped one by one; Adam's count of steps is on the CPU anyway."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    plan = fxshard.plan(
+        model,
+        (torch.ones(1, 64, device="meta"),),
+        world_size=2,
+        device="cuda",
+        optimizer=torch.optim.AdamW,
+        offload=offload,
+    )
+    ledger = plan.memory.steady
+    operators = {moment.op.split(".")[1] for moment in ledger.moments if "." in moment.op}
+    assert ("_foreach_addcdiv_" in operators) == (offload is None)
+    states = [each for each in ledger.ranges if each.category is Category.OPT_STATE]
+    steps = [each for each in states if each.name.startswith("step of")]
+    assert len(steps) == 4 and all(each.host for each in steps)
+    moments = [each for each in states if each not in steps]
+    assert len(moments) == 8 and all(each.host == (offload is not None) for each in moments)
 
 
 # -- the option ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.figures import RESULTS
-from benchmarks.gpu import case, emulated_network, foretold, memory, numerics, streams
+from benchmarks.gpu import case, emulated_network, memory, numerics, predicted, streams
 from benchmarks.gpu.emulated import EmulatedGroup, Link, emulated_world
 from benchmarks.gpu.models import ON_CPU, ON_GPU
 from fxshard._torch import process_groups
@@ -397,8 +397,8 @@ def test_a_plan_is_what_a_gpu_measured() -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_of_fsdp2_is_what_a_gpu_measured(tmp_path: Path) -> None:
-    out = tmp_path / "foretold.json"
-    assert foretold.main(["--models", "llama-1b", "--out", str(out)]) == 0
+    out = tmp_path / "predicted.json"
+    assert predicted.main(["--models", "llama-1b", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["cases"]
     assert len(rows) == 4 and all(row["difference"] == 0 for row in rows)
 

@@ -1,10 +1,13 @@
 """What `compile` returns is the user's own object: its class, names, methods, hooks and copies."""
 
 import copy
+import importlib
 import io
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -376,3 +379,26 @@ def wrapped(rank: int, world_size: int) -> None:
 
 def test_ddp_around_it_is_refused(ranks: Any) -> None:
     ranks(2).run(wrapped)
+
+
+# -- what torch does by the class of a parameter ---------------------------------------------------
+
+
+def stepped_by_foreach(rank: int, world_size: int) -> Counter[str]:
+    """Operators of a step and of clipping, where the CPU has kernels for many tensors at once."""
+    model = compiled(agent())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(tokens(rank, world_size)[0]).sum().backward()
+    optim = importlib.import_module("torch.optim.optimizer")  # torch.optim deletes the name
+    with (
+        mock.patch.object(optim, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+        torch.profiler.profile() as seen,
+    ):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return Counter({event.key: event.count for event in seen.key_averages()})
+
+
+def test_optimizers_step_all_parameters_at_once_as_on_a_gpu(ranks: Any) -> None:
+    for found in ranks(2).run(stepped_by_foreach):
+        assert found["aten::_foreach_addcdiv_"] and found["aten::_foreach_norm"]

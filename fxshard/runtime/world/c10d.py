@@ -38,13 +38,13 @@ def _default_group() -> dist.ProcessGroup:
     return group
 
 
-def room(tensor: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
+def new_empty(tensor: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
     """``tensor.new_empty``, for a launch that writes all of it. See `unfilled`."""
     with unfilled():
         return tensor.new_empty(shape, **options)
 
 
-def like(tensor: Tensor, **options: Any) -> Tensor:
+def empty_like(tensor: Tensor, **options: Any) -> Tensor:
     """``torch.empty_like``, for a launch that writes all of it. See `unfilled`."""
     with unfilled():
         return torch.empty_like(tensor, **options)
@@ -257,7 +257,7 @@ class C10dWorld(AgreeingRank):
         self, tensors: list[Tensor], members: Any, *launched: Any, freed: bool = True
     ) -> list[Tensor]:
         """`launched`: see `_launch`; `freed`: buffers are by `free`, and not by being dropped."""
-        buffers = [room(t, layout.gathered(t.shape, members.size())) for t in tensors]
+        buffers = [new_empty(t, layout.gathered(t.shape, members.size())) for t in tensors]
         with self._launch(*launched) as launch:
             into, sent = list(map(as_bytes, buffers)), launch.aliases(map(as_bytes, tensors))
             alias = None if freed else launch.alias
@@ -266,7 +266,7 @@ class C10dWorld(AgreeingRank):
 
     def _reduce(self, tensors: list[Tensor], op: str, members: Any, *launched: Any) -> list[Tensor]:
         """`launched`: see `_launch`."""
-        results = [room(t, layout.part(t.shape, members.size())) for t in tensors]
+        results = [new_empty(t, layout.part(t.shape, members.size())) for t in tensors]
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[op]
         with self._launch(*launched) as launch:
@@ -338,7 +338,7 @@ class C10dWorld(AgreeingRank):
     def model_all_reduce(
         self, tensors: list[Tensor], pair: int, group: str, ranks: str, op: str
     ) -> list[Tensor]:
-        made = [room(tensor, tensor.shape) for tensor in tensors]
+        made = [new_empty(tensor, tensor.shape) for tensor in tensors]
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[op]
         with self._launch(ops.model_all_reduce, pair, group, stream=group) as launch:
@@ -357,7 +357,7 @@ class C10dWorld(AgreeingRank):
         into: Sequence[int],
         sent: Sequence[int],
     ) -> list[Tensor]:
-        made = [room(tensor, (sum(into), *tensor.shape[1:])) for tensor in tensors]
+        made = [new_empty(tensor, (sum(into), *tensor.shape[1:])) for tensor in tensors]
         lengths = list(into), list(sent)
         with self._launch(ops.model_all_to_all, pair, group, stream=group) as launch:
             for rows, tensor in zip(made, tensors, strict=True):
@@ -368,7 +368,7 @@ class C10dWorld(AgreeingRank):
     def model_broadcast(
         self, tensors: list[Tensor], pair: int, group: str, ranks: str, root: int
     ) -> list[Tensor]:
-        made = [room(tensor, tensor.shape) for tensor in tensors]
+        made = [new_empty(tensor, tensor.shape) for tensor in tensors]
         options = dist.BroadcastOptions()
         options.rootRank = root
         with self._launch(ops.model_broadcast, pair, group, stream=group) as launch:
@@ -383,7 +383,7 @@ class C10dWorld(AgreeingRank):
         results = grads
         group = "shard" if self.size > 1 else "replicate"
         if self.size > 1:
-            results = [room(g, layout.part(g.shape, self.size)) for g in grads]
+            results = [new_empty(g, layout.part(g.shape, self.size)) for g in grads]
         with self._launch(ops.comm_hook, pair, group):
             if self.size > 1:
                 self.hook(grads[0], results[0])
@@ -392,13 +392,13 @@ class C10dWorld(AgreeingRank):
         return results
 
     def cast(self, tensors: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
-        made = [like(t, dtype=dtype) for t in tensors]
+        made = [empty_like(t, dtype=dtype) for t in tensors]
         with self._launch(ops.cast, pair):
             optimizers.foreach_copy(made, tensors)
         return made
 
     def load(self, tensors: list[Tensor], device: torch.device, pair: int) -> list[Tensor]:
-        made = [like(t, device=device) for t in tensors]
+        made = [empty_like(t, device=device) for t in tensors]
         with self._launch(ops.load, pair):
             for to, tensor in zip(made, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
@@ -409,7 +409,7 @@ class C10dWorld(AgreeingRank):
 
     def store(self, tensors: list[Tensor], pair: int) -> list[Tensor]:
         pin = tensors[0].device.type == "cuda"
-        made = [like(t, device="cpu", pin_memory=pin) for t in tensors]
+        made = [empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
         with self._launch(ops.store, pair):
             for to, tensor in zip(made, tensors, strict=True):
                 to.copy_(tensor, non_blocking=True)
@@ -419,7 +419,7 @@ class C10dWorld(AgreeingRank):
         return self.store(tensors, pair)
 
     def pack(self, shards: list[Tensor], dtype: torch.dtype, pair: int) -> list[Tensor]:
-        flat = room(shards[0], (sum(shard.numel() for shard in shards),), dtype=dtype)
+        flat = new_empty(shards[0], (sum(shard.numel() for shard in shards),), dtype=dtype)
         with self._launch(ops.pack, pair):
             pieces = layout.pieces(flat, [shard.shape for shard in shards])
             optimizers.foreach_copy(pieces, shards)

@@ -1,6 +1,6 @@
 """What a laptop says of the memory that `benchmarks.gpu.emulated_network` measured on a GPU.
 
-    python -m benchmarks.gpu.foretold    # no GPU; half a minute per case
+    python -m benchmarks.gpu.predicted    # no GPU; half a minute per case
 
 FSDP2's steps are dry-run, fxshard's are planned, both without a GPU, and each is held against
 ``torch.cuda.max_memory_allocated`` of its side in benchmarks/results/emulated_network_cuda.json.
@@ -9,7 +9,6 @@ FSDP2's steps are dry-run, fxshard's are planned, both without a GPU, and each i
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ import torch
 
 import fxshard
 from benchmarks.figures import RESULTS, write
-from benchmarks.gpu.case import META, pinned
+from benchmarks.gpu.case import adamw, pinned, planned
 from benchmarks.gpu.emulated_network import built, recipe_of
 from benchmarks.gpu.models import Recipe
 from benchmarks.ranks import alone
 
 MEASURED = RESULTS / "emulated_network_cuda.json"
-adamw = functools.partial(torch.optim.AdamW, lr=1e-4, foreach=True)
 STEPS = 3  # the first without optimizer state; then what repeats
 
 
@@ -32,7 +30,7 @@ def of_fsdp2(recipe: Recipe, world: int) -> int:
     """Bytes by a dry run of what the GPU ran."""
     with fxshard.dry_run(world_size=world, device="h200") as run, pinned(recipe):
         model, batch = built(recipe, "fsdp2", world, torch.device("cuda"))
-        optimizer = adamw(model.parameters())
+        optimizer = adamw(model.parameters(), foreach=True)
         for _ in range(STEPS):
             model(*batch).backward()
             optimizer.step()
@@ -43,38 +41,26 @@ def of_fsdp2(recipe: Recipe, world: int) -> int:
 
 def of_fxshard(recipe: Recipe, world: int) -> int:
     """Bytes by a plan."""
-    with META:
-        model = recipe.model()
-    options = {key: value for key, value in recipe.options().items() if value is not None}
-    with pinned(recipe):
-        plan = fxshard.plan(
-            model,
-            recipe.batch(META),
-            world_size=world,
-            device="cuda",
-            optimizer=adamw,
-            units=["layers.*"],
-            **options,
-        )
-    return plan.memory.device_memory().allocated
+    plan = planned(recipe, world, "cuda", units=["layers.*"])
+    return int(plan.memory.device_memory().allocated)
 
 
-FORETELL = {"fsdp2": of_fsdp2, "fxshard": of_fxshard}
+PREDICT = {"fsdp2": of_fsdp2, "fxshard": of_fxshard}
 
 
-def foretold(case: tuple[str, int, str | None], side: str) -> int:
+def predicted(case: tuple[str, int, str | None], side: str) -> int:
     """``max_memory_allocated`` of a side of a case, in bytes, without a GPU."""
     name, world, checkpoint = case
-    return FORETELL[side](recipe_of(name, checkpoint, "cuda"), world)
+    return PREDICT[side](recipe_of(name, checkpoint, "cuda"), world)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Foretell, compare, and write the JSON."""
+    """Predict, compare, and write the JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", help="default: all that were measured")
-    parser.add_argument("--out", type=Path, default=RESULTS / "foretold_cuda.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "predicted_cuda.json")
     given = parser.parse_args(arguments)
     measured = json.loads(MEASURED.read_text())
     rows: list[dict[str, Any]] = []
@@ -82,14 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
         if given.models and row["model"] not in given.models:
             continue
         case = row["model"], row["world_size"], row["checkpoint"]
-        for side in FORETELL:
+        for side in PREDICT:
             seen = row[side]["max_memory_allocated"]
-            said = alone(foretold, case, side)
+            said = alone(predicted, case, side)
             rows.append(
                 {"model": case[0], "world_size": case[1], "checkpoint": case[2], "side": side}
-                | {"foretold": said, "measured": seen, "difference": said - seen}
+                | {"predicted": said, "measured": seen, "difference": said - seen}
             )
-            print(f"{case}, {side}: {said:,} foretold, {seen:,} measured, {said - seen:+,}")
+            print(f"{case}, {side}: {said:,} predicted, {seen:,} measured, {said - seen:+,}")
     kept = {key: measured[key] for key in ("date", "gpu", "torch")}
     write(given.out, {"measured_on": kept, "cases": rows})
     return 0
