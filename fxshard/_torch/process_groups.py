@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -193,6 +195,18 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
         return group is not None and bool(dist.get_process_group_ranks(group))
     except KeyError:
         return False
+
+
+@functools.cache
+def let_go_before_exit() -> None:
+    """When this process ends, threads of gloo get the time to let go of tensors, 0.1 s.
+
+    They hold those of the last collectives, and need the interpreter to drop them. While it is
+    finalised they do not get it: Python before 3.14 ends such a thread, and with it the process, by
+    "terminate called without an active exception" (docs/upstream.md). Nothing tells whether they
+    have dropped them; a sleep is what lets them have the interpreter.
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 @functools.cache

@@ -323,6 +323,33 @@ def test_who_shards_a_model_has_them_made_so(tmp_path: Path) -> None:
     assert before == COALESCED_GATHER != after, "torch's gathers make other calls now"
 
 
+ENDS = """
+import sys, time, torch, torch.distributed as dist, fxshard
+dist.init_process_group("gloo", init_method="file://STORE", rank=0, world_size=1)
+fxshard.shard(torch.nn.Linear(2, 2))
+sys.setswitchinterval(1000)
+dist.group.WORLD._allgather_base(torch.empty(1), torch.ones(1))
+end = time.monotonic() + 0.2
+while time.monotonic() < end:
+    pass  # the thread of gloo is done, and waits for the interpreter to drop its tensors
+"""
+
+
+def ends(code: str, store: Path) -> str:
+    code = code.replace("STORE", str(store))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    return run.stderr if run.returncode else ""
+
+
+def test_a_process_ends_while_gloo_holds_tensors(tmp_path: Path) -> None:
+    assert ends(ENDS, tmp_path / "shards") == ""
+    if sys.version_info < (3, 14):
+        alone = ENDS.replace("fxshard.shard(torch.nn.Linear(2, 2))", "")
+        died = [ends(alone, tmp_path / f"alone{i}") for i in range(3)]
+        said = "terminate called without an active exception"
+        assert any(said in each for each in died), "torch alone ends well now"
+
+
 def test_group_store_and_timeout(ranks: Any) -> None:
     pool = ranks(2)
     pool.run(group_contract, 2 / 3 * pool.timeout_s)

@@ -220,6 +220,7 @@ class C10dWorld(AgreeingRank):
         if beside and not among(beside[0], mesh):  # with it all ranks can be reached
             everyone.append(group_name(beside[0]))
             ranks *= beside[0].size()
+        process_groups.let_go_before_exit()
         coalesce = all(backend_of(group).coalesces_gathers for group in self.groups.values())
         if mesh.device_type == "cpu" and not coalesce:
             process_groups.gather_one_by_one()  # also for all-gathers that torch makes
