@@ -531,11 +531,11 @@ def bind(owner: Runtime, args: Sequence[Any]) -> Bound:
 def _restore(owner: Runtime, bound: Bound) -> None:
     """Put parameters back on the storage of their shards, and update the flags of their handles.
 
-    (`Slot.restore_storage`; the flag of a handle is in Dynamo's guards at the next call.)
+    (`ParameterStore.restore`; the flag of a handle is in Dynamo's guards at the next call.)
     """
     for fqn in bound.fqns("param"):
         slot = owner.slots[fqn]
-        slot.restore_storage()
+        owner.restore([slot])
         for module, name in slot.owners:
             handle = module.__dict__[reading.HANDLES][name]
             if handle.requires_grad is not slot.tensor.requires_grad:

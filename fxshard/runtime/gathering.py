@@ -116,6 +116,9 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return found if _is_kept(name) else _gathering(found, tensors)
             undo()
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    for runtime, slot in map(_origin, sharded):
+        if runtime is not None and slot is not None:
+            runtime.restore_beside(slot)  # before anything is sent
     unsharded = {id(tensor): _unsharded(tensor) for tensor in sharded}
     found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
     return _marked(found, unsharded, sharded[0])

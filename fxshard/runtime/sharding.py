@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from fxshard._torch import autograd, dtensors
 from fxshard._torch.dtensors import joined, local_part
@@ -63,6 +63,12 @@ class Slot:
                 f"Change the plain model, and compile that."
             )
         return param
+
+    @property
+    def is_there(self) -> bool:
+        """False if the parameter was taken out of the module tree."""
+        module, name = self.owners[0]
+        return module._parameters.get(name) is not None
 
     def sent(self, rank: int) -> Tensor:
         """The padded shard of a rank that this process runs, as programs take it."""
@@ -123,6 +129,31 @@ class Slot:
             f"into it; or compile the plain model again."
         )
 
+    def require_dtensor(self, world: C10dWorld) -> None:
+        """Raises StepError if the parameter is no DTensor, or one whose rows are other ranks'."""
+        tensor = self.tensor
+        mesh, places = placed_on(self.param, world)
+        if not isinstance(tensor, DTensor):
+            raise self.of_another_kind(
+                f"it is a plain tensor of shape {list(tensor.shape)}, which no other rank has a "
+                f"part of; when it was sharded it was a DTensor of shape {list(self.param.shape)}"
+            )
+        there = tensor.device_mesh
+        ranks, own = there.mesh.tolist(), mesh.mesh.tolist()
+        if ranks != own or list(tensor.placements) != list(places):
+            raise self.of_another_kind(
+                f"it is {list(tensor.placements)} over ranks {ranks}; when it was sharded it was "
+                f"{list(places)} over ranks {own}"
+            )
+
+    def of_another_kind(self, how: str) -> StepError:
+        return StepError(
+            f"parameter {self.param.fqn!r} is another kind of tensor than compile made it: {how}. "
+            f"Write values into a parameter in place of exchanging it (with "
+            f"model.summon_full_params(): ..., or load_state_dict); convert and move the whole "
+            f"model (model.to(...)), or do it before fxshard.compile."
+        )
+
     def restore_storage(self) -> None:
         """Put the parameter back on the storage of its shards, if something gave it another.
 
@@ -150,13 +181,9 @@ class Slot:
         shape = self.param.shape if placed is None else placed.shape
         others = isinstance(tensor, DTensor) and tuple(tensor.shape) != tuple(shape)
         if others or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
-            raise StepError(
-                f"parameter {self.param.fqn!r} is another kind of tensor than compile made it: its "
-                f"local part is {list(now.shape)} {now.dtype} "
-                f"on {now.device}; when it was sharded it was {list(own.shape)} {own.dtype} on "
-                f"{own.device}. Write values into a parameter in place of exchanging it (with "
-                f"model.summon_full_params(): ..., or load_state_dict); convert and move the whole "
-                f"model (model.to(...)), or do it before fxshard.compile."
+            raise self.of_another_kind(
+                f"its local part is {list(now.shape)} {now.dtype} on {now.device}; when it was "
+                f"sharded it was {list(own.shape)} {own.dtype} on {own.device}"
             )
         if not stays:
             own.copy_(now.detach().clone())  # param.data = param.data.t(): one storage
@@ -483,16 +510,21 @@ def _exposed(slot: Slot, local: Tensor, world: C10dWorld | InProcessWorld) -> nn
 
 def as_dtensor(param: Param, local: Tensor, world: C10dWorld) -> DTensor:
     """This rank's rows as a DTensor of the parameter's global shape."""
-    members, placed = world.meshes[param.mesh], param.placed
-    mesh, places = members.mesh, members.placements(param.shard_dim)
-    if placed is None:
+    mesh, places = placed_on(param, world)
+    if param.placed is None:
         shape, stride = param.shape, torch.empty(param.shape, device="meta").stride()
     else:
-        shape, stride = placed.shape, placed.stride
-        mesh, places = placed.over(mesh, places)
+        shape, stride = param.placed.shape, param.placed.stride
     return DTensor.from_local(
         local, mesh, places, run_check=False, shape=torch.Size(shape), stride=stride
     )
+
+
+def placed_on(param: Param, world: C10dWorld) -> tuple[DeviceMesh, Sequence[Placement]]:
+    """The mesh of a parameter that is a DTensor, and its placement on each dimension of that."""
+    members = world.meshes[param.mesh]
+    mesh, places = members.mesh, members.placements(param.shard_dim)
+    return (mesh, places) if param.placed is None else param.placed.over(mesh, places)
 
 
 def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWorld) -> Tensor:

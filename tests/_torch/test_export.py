@@ -342,6 +342,7 @@ def ends(code: str, store: Path) -> str:
 
 
 def test_a_process_ends_while_gloo_holds_tensors(tmp_path: Path) -> None:
+    """Whoever shards a model calls `process_groups.let_go_before_exit`."""
     assert ends(ENDS, tmp_path / "shards") == ""
     if sys.version_info < (3, 14):
         alone = ENDS.replace("fxshard.shard(torch.nn.Linear(2, 2))", "")

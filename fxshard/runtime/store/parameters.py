@@ -324,24 +324,38 @@ class ParameterStore:
         if changed:
             self.wrapped = names_now(self.model, self.slots, self.ignored.values())
             self.structure = Structure(self.model)
-        for fqn, slot in self.slots.items():
-            self.restore([slot])
-            if (tensor := slot.tensor) is not (before := self._seen.setdefault(fqn, tensor)):
-                replaced.mark({fqn: before})
-                self._seen[fqn] = tensor
-            optimizers.step_in_backward(tensor)
+        self.restore(self.slots.values())
+        for slot in self.slots.values():
+            optimizers.step_in_backward(slot.tensor)
         return changed
 
     def restore(self, slots: Iterable[Slot]) -> None:
         """Put parameters back on the storage of their shards, where they were exchanged.
 
         Raises:
-            StepError: see `Slot.restore_storage`.
+            StepError: see `Slot.restore_storage` and `Slot.require_dtensor`.
         """
         for slot in slots:
+            stays = self.is_own(slot)
+            if not stays and isinstance(self.world, C10dWorld):
+                slot.require_dtensor(self.world)
             if slot.local.is_meta and not local_part(slot.tensor).is_meta:
                 self.allocate(slot)  # a parameter was put in the place of one on the meta device
             slot.restore_storage()
+            if not stays:
+                self._take_over(slot)
+
+    def _take_over(self, slot: Slot) -> None:
+        """Treat the parameter that is there now as the one that was there before."""
+        fqn, tensor = slot.param.fqn, slot.tensor
+        kind: Any = type(tensor)
+        before = self._seen.get(fqn)
+        if before is not None:
+            replaced.mark({fqn: before})
+            if kind is DTensor and hasattr(before, replaced.PLACE):
+                tensor.__class__ = type(before)  # one that gathers itself
+                setattr(tensor, replaced.PLACE, getattr(before, replaced.PLACE))
+        self._seen[fqn] = tensor
 
     def together(
         self, what: str, having: Sequence[str] = (), check: Callable[[], object] | None = None

@@ -77,7 +77,7 @@ class ReadableStore(ParameterStore):
 
         Raises:
             StepError: its gradient would not be reduced as in a program; or see
-                `Slot.restore_storage`.
+                `ParameterStore.restore`.
             CaptureError: see `refusals.check_runs`.
         """
         refusals.check_runs(self.model)
@@ -93,7 +93,7 @@ class ReadableStore(ParameterStore):
             }.items():
                 if clashes:
                     raise _read_with_gradients(slot, option, eager=self.forwards.inside > 0)
-        slot.restore_storage()
+        self.restore([slot])
 
     @torch.compiler.disable
     def gathered(self, slots: Sequence[Slot], dtype: torch.dtype) -> list[Tensor]:

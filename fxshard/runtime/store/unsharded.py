@@ -63,6 +63,13 @@ class UnshardableStore(ReadableStore):
         if not self.summoned:
             self.restore(slot for slot in slots if slot.param.unit not in self._unsharded)
 
+    def restore_beside(self, slot: Slot) -> None:
+        """As `restore`, of what was exchanged in the module that holds a parameter."""
+        module, _ = slot.owners[0]
+        inside = [self.slots[param.fqn] for param in self.units[slot.param.unit].params]
+        beside = [other for other in inside if other.owners[0][0] is module and other.is_there]
+        self.restore_sharded(other for other in beside if not self.is_own(other))
+
     def _slots_of(self, fqns: Sequence[str], recurse: bool) -> list[Slot]:
         """The parameters in some submodules; if not `recurse`, of the units that begin there.
 
@@ -142,14 +149,22 @@ class UnshardableStore(ReadableStore):
     # -- one unit outside of a program -------------------------------------------------------------
 
     def _held_by(self, unit: int, fqn: str) -> list[Slot]:
-        """The parameters of a unit that lie in module `fqn`, where they are sharded now."""
+        """The parameters of a unit that lie in module `fqn`, where they are sharded now.
+
+        Those that were exchanged are among them, for `require_readable` to refuse.
+        """
         return [
             slot
             for slot in self.slots.values()
             if slot.param.unit == unit
             and any(is_under(alias, fqn) for alias in slot.param.aliases)
-            and slot.is_sharded
+            and (slot.is_sharded or self._was_exchanged(slot))
         ]
+
+    def _was_exchanged(self, slot: Slot) -> bool:
+        """True if the user has put another parameter there; what is unsharded is none."""
+        there = slot.is_there and isinstance(slot.tensor, nn.Parameter)
+        return there and isinstance(self.world, C10dWorld) and not self.is_own(slot)
 
     def unshard_unit(self, unit: int) -> None:
         """Unshard a unit in the dtype that it computes in, until `reshard_unit`; collective."""

@@ -1,0 +1,143 @@
+"""``layer.weight = nn.Parameter(...)`` in a sharded model, on gloo ranks.
+
+A DTensor that is like the parameter takes its place. All else is refused, by whatever reads it: the
+model, a module called by itself, a unit of `fully_shard`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing import assert_close
+
+import fxshard
+from tests.fsdp2 import full
+from tests.ranks import told
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def by_units(model: Any) -> Any:
+    for module in (*model, model):
+        fxshard.fully_shard(module)
+    return model
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "compile": fxshard.compile,
+    "shard": fxshard.shard,
+    "fully_shard": by_units,
+}
+READERS: dict[str, Callable[[Any], nn.Module]] = {
+    "the model": lambda model: model,
+    "a module": lambda model: model[0],
+}
+
+
+def of_rows(like: Any, rows: Tensor, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
+    made = DTensor.from_local(
+        rows, mesh, [Shard(dim)], run_check=False, shape=(4, 4), stride=(4, 1)
+    )
+    return nn.Parameter(made, like.requires_grad)
+
+
+def reversed_ranks() -> DeviceMesh:
+    return DeviceMesh("cpu", [1, 0])
+
+
+OTHERS: dict[str, tuple[Callable[[Any], nn.Parameter], str]] = {
+    "plain": (lambda like: nn.Parameter(torch.ones(4, 4)), "a plain tensor of shape [4, 4]"),
+    "the rows": (lambda like: nn.Parameter(torch.ones(2, 4)), "a plain tensor of shape [2, 4]"),
+    "own rows": (
+        lambda like: nn.Parameter(like.to_local().detach()),
+        "a plain tensor of shape [2, 4]",
+    ),
+    "columns": (
+        lambda like: of_rows(like, torch.ones(4, 2), like.device_mesh, 1),
+        "it is [Shard(dim=1)] over ranks [0, 1]",
+    ),
+    "other ranks": (
+        lambda like: of_rows(like, torch.ones(2, 4), reversed_ranks()),
+        "it is [Shard(dim=0)] over ranks [1, 0]",
+    ),
+    "other dtype": (
+        lambda like: of_rows(like, torch.ones(2, 4, dtype=torch.float64), like.device_mesh),
+        "its local part is [2, 4] torch.float64",
+    ),
+}
+
+
+def exchanged(rank: int, size: int, how: str, other: str, reader: str, called: bool) -> str:
+    model: Any = MAKERS[how](net())
+    x = torch.full((2, 4), float(rank))
+    if called:
+        model(x)
+    model[0].weight = OTHERS[other][0](model[0].weight)
+    return told(lambda: READERS[reader](model)(x))
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["after a call", "before"])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("how", MAKERS)
+def test_others_are_refused(ranks: Any, how: str, reader: str, called: bool) -> None:
+    for other, (_, said) in OTHERS.items():
+        for error in ranks(2).run(exchanged, how, other, reader, called):
+            assert error.startswith("StepError: parameter '0.weight' is another kind"), other
+            assert said in error, error
+
+
+def alike(rank: int, size: int, how: str, reader: str, called: bool) -> None:
+    """Two steps after it was exchanged, against eager PyTorch on the joined batch."""
+    eager, model = net(), MAKERS[how](net())
+    inputs = torch.randn(2 * size, 4)
+    x = inputs[2 * rank : 2 * rank + 2]
+    if called:
+        model(x)
+    stale = torch.optim.SGD(model.parameters(), lr=0.5)
+    eager[0].weight = nn.Parameter(torch.arange(16.0).view(4, 4))
+    rows = torch.arange(16.0).view(4, 4)[2 * rank : 2 * rank + 2].clone()
+    model[0].weight = of_rows(model[0].weight, rows, model[0].weight.device_mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (eager, model)]
+    for _ in range(2):
+        READERS[reader](eager)(inputs).square().mean().backward()
+        READERS[reader](model)(x).square().mean().backward()
+        for one, other in zip(eager[0].parameters(), model[0].parameters(), strict=True):
+            assert_close(full(other.grad), one.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(full(model[0].weight), eager[0].weight)
+    assert "holds parameter '0.weight' as it was before" in told(stale.step)
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["after a call", "before"])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("how", MAKERS)
+def test_one_that_is_alike_takes_its_place(ranks: Any, how: str, reader: str, called: bool) -> None:
+    ranks(2).run(alike, how, reader, called)
+
+
+def on_one_rank(rank: int, size: int, how: str) -> str:
+    model: Any = MAKERS[how](net())
+    x = torch.ones(2, 4)
+    model(x)
+    if rank == 0:
+        model[0].weight = OTHERS["other dtype"][0](model[0].weight)
+    said = told(lambda: model[0](x)) if rank == 0 else "did not call"
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("how", ["compile", "shard"])  # ranks agree on a call of a unit first
+def test_nothing_is_sent_before_the_refusal(ranks: Any, how: str) -> None:
+    """Rank 1 does not call the module: whatever rank 0 sends would wait for it."""
+    said, _ = ranks(2).run(on_one_rank, how)
+    assert said.startswith("StepError: parameter '0.weight' is another kind")
