@@ -36,7 +36,11 @@ def take_full_values(modules: Iterable[nn.Module]) -> None:
 
 
 def keep_ties(model: nn.Module) -> None:
-    """Let ``load_state_dict(assign=True)`` of a compiled model keep tied parameters tied."""
+    """Let ``load_state_dict(assign=True)`` of a compiled model keep tied parameters tied.
+
+    Units that `unshard` has unsharded are sharded again first: they take the values.
+    """
+    model.register_load_state_dict_pre_hook(_reshard_units)
     model.register_load_state_dict_pre_hook(_refuse_to_untie)
     model.register_load_state_dict_post_hook(_tie_again)
 
@@ -104,6 +108,11 @@ def _make_savable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
 
 
 # -- ties ------------------------------------------------------------------------------------------
+
+
+def _reshard_units(model: nn.Module, *_: Any) -> None:
+    if STATE in model.__dict__:
+        model.__dict__[STATE].reshard_units()
 
 
 def _refuse_to_untie(

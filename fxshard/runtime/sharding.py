@@ -77,6 +77,10 @@ class Slot:
             return chunk_of(self.local, layout.dim, layout.shard_shape[layout.dim], rank)
         return self.shards[rank]
 
+    def holds(self, tensor: Any) -> bool:
+        """True if `place` of this tensor was the last that happened to the module tree."""
+        return all(module._parameters.get(name) is tensor for module, name in self.owners)
+
     def place(self, tensor: Any) -> None:
         """Let the module tree hold `tensor` in the place of the parameter."""
         for module, name in self.owners:

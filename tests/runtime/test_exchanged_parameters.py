@@ -1,7 +1,7 @@
 """``layer.weight = nn.Parameter(...)`` in a sharded model, on gloo ranks.
 
 A DTensor that is like the parameter takes its place. All else is refused, by whatever reads it: the
-model, a module called by itself, a unit of `fully_shard`.
+model, a module called by itself, a unit of `fully_shard`. So are modules that change places.
 """
 
 from collections.abc import Callable
@@ -141,3 +141,51 @@ def test_nothing_is_sent_before_the_refusal(ranks: Any, how: str) -> None:
     """Rank 1 does not call the module: whatever rank 0 sends would wait for it."""
     said, _ = ranks(2).run(on_one_rank, how)
     assert said.startswith("StepError: parameter '0.weight' is another kind")
+
+
+# -- modules ----------------------------------------------------------------------------------
+
+
+def other_places(rank: int, size: int, how: str, called: bool) -> str:
+    model: Any = MAKERS[how](net())
+    x = torch.ones(2, 4)
+    if called:
+        model(x)
+    model[0], model[1] = model[1], model[0]
+    return told(lambda: model(x))
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["after a call", "before"])
+@pytest.mark.parametrize("how", ["compile", "fully_shard"])
+def test_modules_that_change_places_are_refused(ranks: Any, how: str, called: bool) -> None:
+    """Of equal shapes: programs know parameters by name, and would give each those of the other."""
+    for said in ranks(2).run(other_places, how, called):
+        assert "modules changed places" in said
+
+
+# -- while a unit is unsharded ----------------------------------------------------------------
+
+
+def loaded_while_unsharded(rank: int, size: int, assign: bool, into: str) -> str:
+    """Of a unit: the model takes the values; of a part alone it is refused."""
+    eager, model = net(), by_units(net())
+    x = torch.ones(2, 4)
+    model(x)
+    state = {name: 2 * value for name, value in eager.state_dict().items()}
+    eager.load_state_dict(state)
+    model[0].unshard()
+    if into == "the model":
+        model.load_state_dict(state, assign=assign)
+        assert_close(model[0](x), eager[0](x))
+        assert_close(model(x), eager(x))
+        return "no error"
+    part = {name[2:]: value for name, value in state.items() if name.startswith("0.")}
+    model[0].load_state_dict(part, assign=assign)
+    return told(lambda: model(x))
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_state_loaded_while_a_unit_is_unsharded(ranks: Any, assign: bool) -> None:
+    assert set(ranks(2).run(loaded_while_unsharded, assign, "the model")) == {"no error"}
+    for said in ranks(2).run(loaded_while_unsharded, assign, "a part"):
+        assert "between unshard() and reshard() of its module, and that is lost" in said

@@ -94,4 +94,20 @@ def names_now(
             f"parameter {min(gone)!r} was taken out of the model after fxshard.compile. Change "
             f"the plain model and compile that."
         )
+    _require_places(model, slots, names)
     return names
+
+
+def _require_places(model: nn.Module, slots: Mapping[str, Slot], names: dict[str, str]) -> None:
+    """Raise StepError if another module than before has the name of one that holds a parameter."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for slot in slots.values():
+        for alias in slot.param.aliases:
+            path, _, key = names[alias].rpartition(".")
+            if (modules[path], key) not in slot.owners:
+                raise StepError(
+                    f"module {path!r} is another one than when the model was sharded, and has its "
+                    f"own parameter {key!r}: modules changed places after fxshard.compile or "
+                    f"fully_shard, and programs know parameters by name. Change the plain model "
+                    f"and compile that."
+                )

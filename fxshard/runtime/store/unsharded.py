@@ -196,8 +196,15 @@ class UnshardableStore(ReadableStore):
             StepError: a parameter was written into, or has a gradient, which would be lost.
         """
         shown = self._unsharded.pop(unit, [])
+        others = [each for each in shown if not each.slot.holds(each.param)]
         for each in shown:
             each.slot.place(each.sharded)
+        for each in others:
+            raise StepError(
+                f"parameter {each.slot.param.fqn!r} was exchanged for another one between "
+                f"unshard() and reshard() of its module, and that is lost. Call reshard() first, "
+                f"and load a state into the model, not into a part of it."
+            )
         for each in shown:
             if autograd.version(each.param) != each.version or each.param.grad is not None:
                 raise StepError(
