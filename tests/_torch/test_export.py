@@ -342,13 +342,12 @@ def ends(code: str, store: Path) -> str:
 
 
 def test_a_process_ends_while_gloo_holds_tensors(tmp_path: Path) -> None:
-    """Whoever shards a model calls `process_groups.let_go_before_exit`."""
-    assert ends(ENDS, tmp_path / "shards") == ""
-    if sys.version_info < (3, 14):
-        alone = ENDS.replace("fxshard.shard(torch.nn.Linear(2, 2))", "")
-        died = [ends(alone, tmp_path / f"alone{i}") for i in range(3)]
-        said = "terminate called without an active exception"
-        assert any(said in each for each in died), "torch alone ends well now"
+    """Whoever shards a model calls `process_groups.let_go_before_exit`.
+
+    Without it most of these end by "terminate called without an active exception" before Python
+    3.14, not all: which thread gets the interpreter first is the system's to say.
+    """
+    assert [ends(ENDS, tmp_path / f"{i}") for i in range(3)] == [""] * 3
 
 
 def test_group_store_and_timeout(ranks: Any) -> None:
