@@ -161,6 +161,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def when_backward_ends(do: Callable[[], None]) -> None:
+    """Inside of a backward: call `do` when it is over, unless it fails.
+
+    (torch/autograd/variable.py; what FSDP2 ends its backward by)
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(do)
+
+
 def keeps_graph() -> bool:
     """Inside of a backward: True if it was asked to ``retain_graph``.
 

@@ -36,6 +36,15 @@ class Inside:
     hooks: dict[str, dict[int, Any]]
     running: bool = False
 
+    @contextlib.contextmanager
+    def units_alone(self) -> Iterator[None]:
+        """For the time of the block modules inside the model run as when called by themselves."""
+        outer, self.running = self.running, False
+        try:
+            yield
+        finally:
+            self.running = outer
+
     @classmethod
     def taken_from(cls, model: nn.Module) -> Inside:
         """Take it off `model`; `as_users_own` puts it back for a while."""

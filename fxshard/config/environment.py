@@ -36,7 +36,7 @@ def environment() -> Environment:
         ConfigError: ``FXSHARD_DEBUG`` is not an integer from 0 to 4, or ``FXSHARD_FLAT_CAPTURE``
             neither 0 nor 1, or ``FXSHARD_PROGRESS`` is neither (see `fxshard.host.progress`).
     """
-    raw = os.environ.get("FXSHARD_DEBUG", "0")
+    raw = os.environ.get("FXSHARD_DEBUG") or "0"
     if raw not in {"0", "1", "2", "3", "4"}:
         raise ConfigError(f"FXSHARD_DEBUG={raw!r}: expected 0, 1, 2, 3 or 4 (docs/env.md).")
     dump_dir = os.environ.get("FXSHARD_DUMP_DIR")
@@ -51,5 +51,5 @@ def environment() -> Environment:
 def notice(line: str) -> None:
     """One line on what cost time: to the logger, and to standard error if FXSHARD_DEBUG is set."""
     log.info("fxshard: %s", line)
-    if "FXSHARD_DEBUG" in os.environ:
+    if os.environ.get("FXSHARD_DEBUG"):
         print(f"[fxshard] {line}", file=sys.stderr)

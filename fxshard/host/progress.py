@@ -97,7 +97,7 @@ def _silent(step: str, done: int | None = None) -> None:
 
 def _bar(what: str, total: int | None, shown: bool | None) -> Any:
     """Rich's display, not started yet; None: nothing is to be shown."""
-    quiet = os.environ.get("FXSHARD_PROGRESS") == "0" or "FXSHARD_DEBUG" in os.environ
+    quiet = os.environ.get("FXSHARD_PROGRESS") == "0" or bool(os.environ.get("FXSHARD_DEBUG"))
     if shown is None:  # FORCE_COLOR makes rich take a log for a terminal
         shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
         forced = None

@@ -237,7 +237,7 @@ def _unsharded(tensor: Any) -> Tensor:
     if runtime is None:
         return tensor.full_tensor()
     if slot is not None and slot.tensor is tensor:
-        return runtime.read(slot, slot.param.dtype)
+        return runtime.read_here(slot)
     if torch.is_grad_enabled() and tensor.requires_grad:
         return tensor.full_tensor()  # unlike `all_rows`, it has a gradient
     return runtime.all_rows(tensor)
@@ -253,6 +253,10 @@ def _accessed(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> A
         value = args[1]
         if isinstance(value, Tensor):
             return _set_data(tensor, value)
+    if name == "__get__" and attribute == "dtype":
+        runtime, slot = _origin(tensor)
+        if runtime is not None and slot is not None and slot.tensor is tensor:
+            return runtime.dtype_here(slot)
     found = func(*args, **kwargs)
     return _gathering(found, [tensor]) if attribute == "data" else found
 

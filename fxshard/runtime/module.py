@@ -41,6 +41,7 @@ from fxshard.runtime.unit_modules import (
     check_members,
     exchange,
     give_methods,
+    run_alone,
     subclass_of,
     unit_class,
 )
@@ -277,6 +278,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         module.__class__ = made
 
 
+def _around(base: type[nn.Module], name: str, fsdp2: bool) -> Any:
+    """A method that runs on parameters gathered once: all of them, or, as in FSDP2, of its unit."""
+    of_unit = fsdp2 and name not in hf.methods_on_whole(base)
+    return (_on_its_unit if of_unit else _on_full_parameters)(getattr(base, name))
+
+
 def _on_full_parameters(method: Any) -> Any:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -287,6 +294,22 @@ def _on_full_parameters(method: Any) -> Any:
         )
         with as_plain(self._fxshard) if gathers else as_users_own(self, hooks=True):
             return method(self, *args, **kwargs)
+
+    return run
+
+
+def _on_its_unit(method: Any) -> Any:
+    """`method` of a model that `fully_shard` was given, as of a block: one gather of its unit."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime: Runtime = self._fxshard
+        alone = runtime.stands_alone()
+        with as_users_own(self, hooks=True):
+            if not alone:
+                return method(self, *args, **kwargs)
+            with runtime.inside.units_alone():
+                return run_alone(method, self, runtime, "", args, kwargs)
 
     return run
 
@@ -314,7 +337,7 @@ def _fxshard_class(
     members = {
         "forward": forward,
         **{n: m for n, m in REFUSALS.items() if not any(hasattr(b, n) for b in bases[:2])},
-        **{name: _on_full_parameters(getattr(base, name)) for name in names},
+        **{name: _around(base, name, fsdp2) for name in names},
     }
     made: type[nn.Module] = subclass_of(base, bases, names, members)
     return made

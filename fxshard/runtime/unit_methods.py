@@ -312,7 +312,8 @@ class UnitMethods(nn.Module):
     def unshard(self, async_op: bool = False) -> Any:
         """Unshard the parameters of this module's unit now, until `reshard` or the next call.
 
-        Collective.
+        Collective. In the model's own forward, which runs as a program, it does nothing: the
+        program gathers them, as the options for prefetch say.
 
         Args:
             async_op: taken for FSDP2's sake: parameters are unsharded when this returns.
@@ -321,7 +322,9 @@ class UnitMethods(nn.Module):
             A handle: ``wait()`` does nothing more, and ``with`` on it reshards at the end.
         """
         runtime, (own,) = _units(self, recurse=False)
-        if runtime.stage is not None and async_op:  # of a schedule
+        if runtime.inside.running:
+            pass  # it is traced, or all parameters are unsharded
+        elif runtime.stage is not None and async_op:  # of a schedule
             runtime.stage.gather(runtime)
         else:
             runtime.unshard_unit(own)
@@ -332,10 +335,12 @@ class UnitMethods(nn.Module):
 
         Also frees what a backward has kept (`set_reshard_after_backward`), and what a forward has
         left unsharded for its backward (``reshard_after_forward=False``), which gathers it again.
+        In the model's own forward it does nothing, as `unshard`.
         """
         runtime, (own,) = _units(self, recurse=False)
-        runtime.reshard_unit(own)
-        runtime.free_unsharded([own])
+        if not runtime.inside.running:
+            runtime.reshard_unit(own)
+            runtime.free_unsharded([own])
 
     def _get_fsdp_state(self) -> NoReturn:
         """What methods of torch's FSDP2 that are not here ask for first."""

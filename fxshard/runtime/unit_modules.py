@@ -145,19 +145,30 @@ def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
         if place is None or place[0].inside.running or not place[0].stands_alone():
             return method(self, *args, **kwargs)
         runtime, fqn = place
-        (number,) = runtime.units_at(fqn, recurse=False)
-        policy = runtime.units[number].precision
-        if policy.cast_inputs and policy.param_dtype is not None:
-            args, kwargs = precision.cast_floating((args, kwargs), policy.param_dtype)
-        with runtime.unit_readable(number, fqn):
-            found = method(self, *args, **kwargs)
-        return (
-            found
-            if policy.output_dtype is None
-            else precision.cast_floating(found, policy.output_dtype)
-        )
+        return run_alone(method, self, runtime, fqn, args, kwargs)
 
     return run
+
+
+def run_alone(
+    method: Callable[..., Any],
+    module: Any,
+    runtime: Runtime,
+    fqn: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run `method` of the module `fqn` on its unit, gathered once, in the dtypes of its policy."""
+    (number,) = runtime.units_at(fqn, recurse=False)
+    policy = runtime.units[number].precision
+    if policy.cast_inputs and policy.param_dtype is not None:
+        args, kwargs = precision.cast_floating((args, kwargs), policy.param_dtype)
+    with runtime.unit_readable(number, fqn):
+        found = method(module, *args, **kwargs)
+    runtime.note_backward(number, fqn, found)
+    if policy.output_dtype is None:
+        return found
+    return precision.cast_floating(found, policy.output_dtype)
 
 
 def exchange(module: nn.Module, made: Any) -> None:

@@ -267,3 +267,17 @@ def test_a_backward_knows_if_its_graph_is_kept() -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     assert seen == [True, False]
+
+
+def test_a_function_is_called_when_backward_is_over() -> None:
+    seen: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append("leaf"))
+    out = x.square()
+    out.register_hook(
+        lambda grad: autograd.when_backward_ends(lambda: seen.append(f"end {x.grad.item():.0f}"))  # type: ignore[union-attr]
+    )
+    out.sum().backward()
+    out = x.square()
+    out.sum().backward()
+    assert seen == ["leaf", "end 2", "leaf"]

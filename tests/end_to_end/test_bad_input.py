@@ -282,6 +282,8 @@ def test_illegal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"FXSHARD_DEBUG='loud': expected 0, 1, 2, 3 or 4"):
         environment()
     monkeypatch.setenv("FXSHARD_DEBUG", "0")
+    monkeypatch.setenv("FXSHARD_DEBUG", "")  # as unset
+    environment()
     monkeypatch.setenv("FXSHARD_FLAT_CAPTURE", "yes")
     with pytest.raises(ConfigError, match="FXSHARD_FLAT_CAPTURE='yes': expected 0 or 1"):
         environment()

@@ -28,11 +28,19 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
 
 
+class Twice(nn.Tanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
 def changes(rank: int, world_size: int) -> None:
     ours, eager, x = compiled(net()).eval(), net().eval(), torch.randn(4, 8)
     assert_close(ours(x), eager(x))
     for model in (ours, eager):
         model[1] = nn.Tanh()
+    assert_close(ours(x), eager(x))
+    for model in (ours, eager):
+        model[1].__class__ = Twice
     assert_close(ours(x), eager(x))
     for model in (ours, eager):
         model[1] = nn.Softplus(beta=2)

@@ -253,7 +253,10 @@ class _Gather(autograd.UncapturedFunction):
     ) -> tuple[Tensor, ...]:
         ctx.store, ctx.slots, ctx.reduces = store, slots, store.reduces(slots[0])
         ctx.set_materialize_grads(False)
-        return tuple(rows or store.gathered(slots, dtype))
+        found = tuple(rows or store.gathered(slots, dtype))
+        frozen = [x for x, of in zip(found, tensors, strict=True) if not of.requires_grad]
+        ctx.mark_non_differentiable(*frozen)  # else all of a unit require what one does
+        return found
 
     @staticmethod
     def refuse_capture(ctx: Any) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fxshard.capture.modules import join, without_wrappers
+from fxshard.capture.swapped import users_class
 from fxshard.errors import StepError
 from fxshard.ir.units import Param
 from fxshard.runtime.sharding import Slot
@@ -31,19 +32,21 @@ class Structure:
         self._names = [_names(module) for module in self.modules]
 
     def changed(self) -> bool:
-        """True if a module, or a name of a parameter or buffer, came or went since."""
+        """True if a module, its class, or a name of a parameter or buffer, is another since."""
         return any(map(_differ, self.modules, self._names))
 
 
 def _names(module: nn.Module) -> tuple[Any, ...]:
-    """The children and names of a module; compared by `_differ` on every call."""
-    return tuple(module._modules.values()), tuple(module._parameters), tuple(module._buffers)
+    """The class, children and names of a module; compared by `_differ` on every call."""
+    children = tuple(module._modules.values())
+    return users_class(module), children, tuple(module._parameters), tuple(module._buffers)
 
 
 def _differ(module: nn.Module, before: tuple[Any, ...]) -> bool:
-    children, params, buffers = before
+    kind, children, params, buffers = before
     return (
-        tuple(module._modules.values()) != children
+        users_class(module) is not kind
+        or tuple(module._modules.values()) != children
         or tuple(module._parameters) != params
         or tuple(module._buffers) != buffers
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxshard._torch import autograd
+from fxshard._torch import autograd, transforms, trees
 from fxshard.errors import ConfigError, StepError
 from fxshard.ir.names import is_under
 from fxshard.ir.units import index_of
@@ -29,9 +30,12 @@ class UnshardableStore(ReadableStore):
         self._unshards: contextlib.ExitStack | None = None
         self._unsharded: dict[int, list[_Shown]] = {}  # by unit
         self._lying: dict[int, dict[str, Kept]] = {}  # by unit: of a call of it, for the next one
+        self._recomputing: dict[int, str] = {}  # by unit: the module, in backward of a call of it
+        self._again: dict[int, dict[str, Tensor]] = {}  # of one of these units, gathered again
 
     def fresh(self) -> dict[str, Any]:
-        return super().fresh() | {"_unsharded": {}, "_lying": {}}
+        made: dict[str, Any] = {"_unsharded": {}, "_lying": {}, "_recomputing": {}, "_again": {}}
+        return super().fresh() | made
 
     def drop_kept(self, units: Collection[int] | None = None) -> None:
         super().drop_kept(units)
@@ -157,7 +161,7 @@ class UnshardableStore(ReadableStore):
             slot
             for slot in self.slots.values()
             if slot.param.unit == unit
-            and any(is_under(alias, fqn) for alias in slot.param.aliases)
+            and _is_in(slot, fqn)
             and (slot.is_sharded or self._was_exchanged(slot))
         ]
 
@@ -241,6 +245,8 @@ class UnshardableStore(ReadableStore):
             StepError: see `require_readable`.
             RankMismatchError: some ranks do something else.
         """
+        if not autograd.in_backward():
+            self._recomputing.pop(unit, None)  # of a backward that failed
         held = self.reshard_unit(unit) or self._left_lying(unit, fqn)
         slots = self._held_by(unit, fqn)
 
@@ -267,6 +273,56 @@ class UnshardableStore(ReadableStore):
         with state.holding(slots, [unsharded[slot.param.fqn] for slot in slots]):
             yield
 
+    def note_backward(self, unit: int, fqn: str, outputs: Any) -> None:
+        """Note when backward reaches what a call of module `fqn` by itself has returned.
+
+        What `torch.utils.checkpoint` recomputes from then on reads parameters as the call did.
+        """
+        if not isinstance(self.world, C10dWorld) or transforms.transforming():
+            return
+        for tensor in trees.tree_flatten(outputs)[0]:
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(self._backward_begins, unit, fqn))
+
+    def _backward_begins(self, unit: int, fqn: str, grad: Tensor) -> None:
+        if unit not in self._recomputing:
+            autograd.when_backward_ends(functools.partial(self._backward_ends, unit))
+        self._recomputing[unit] = fqn
+        self._again.clear()
+
+    def _backward_ends(self, unit: int) -> None:
+        self._recomputing.pop(unit, None)
+        self._again.clear()
+
+    def dtype_here(self, slot: Slot) -> torch.dtype:
+        """The dtype that code of the user's sees a parameter in, outside of programs."""
+        fqn = self._recomputing.get(slot.param.unit)
+        if fqn is None or not autograd.in_backward() or not _is_in(slot, fqn):
+            return slot.param.dtype
+        return self.as_it_is(slot.param).compute_dtype
+
+    def read_here(self, slot: Slot) -> Tensor:
+        """As `read`, for code of the user's outside of programs; collective.
+
+        Where backward recomputes a part of a unit that was called by itself, all of the unit is
+        gathered, once, as the call did.
+        """
+        unit, fqn = slot.param.unit, self._recomputing.get(slot.param.unit)
+        if fqn is None or not autograd.in_backward() or not _is_in(slot, fqn):
+            return self.read(slot, slot.param.dtype)
+        if unit not in self._again:
+            self._again.clear()  # one unit is unsharded at a time
+            slots = self._held_by(unit, fqn)
+            for each in slots:
+                self.require_readable(each)
+            self._again[unit] = {
+                each.param.fqn: rows
+                for part, dtype in self.by_dtype(slots)
+                for each, rows in zip(part, self.gathered(part, dtype), strict=True)
+            }
+        rows = self._again[unit][slot.param.fqn].detach()
+        return self.read_together([slot], rows.dtype, [rows])[0]
+
     def _left_lying(self, unit: int, fqn: str) -> dict[str, Tensor]:
         """What the last call of module `fqn` by itself has gathered, if it stays and is not old."""
         left = self._lying.pop(unit, {})
@@ -274,6 +330,11 @@ class UnshardableStore(ReadableStore):
         if left.keys() != slots.keys() or not all(self.is_new(left[n], slots[n]) for n in left):
             return {}
         return {name: each.rows[0] for name, each in left.items()}
+
+
+def _is_in(slot: Slot, fqn: str) -> bool:
+    """True if a parameter lies in module `fqn`."""
+    return any(is_under(alias, fqn) for alias in slot.param.aliases)
 
 
 @dataclasses.dataclass(frozen=True)
