@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd, modes, optimizers, trees
@@ -38,6 +39,7 @@ from fxshard.runtime import dtensors, full_matrices
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
+from fxshard.runtime.store.reads import WRITTEN_COPY
 from fxshard.runtime.world.c10d import C10dWorld
 
 _ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
@@ -56,6 +58,7 @@ _SCALARS = (
     *("item", "tolist", "is_nonzero"),
 )
 _KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
+_MEMORY = ("__dlpack__", "to_dlpack", "_to_dlpack")
 _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random numbers next
 
 
@@ -77,6 +80,12 @@ class GatheringTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as a plain DTensor."""
+        if not isinstance(self, torch.nn.Parameter) and self.storage_offset():
+            names, context = self.__tensor_flatten__()
+            inner = {name: getattr(self, name) for name in names}
+            # torch takes a DTensor that has an offset for a tensor with memory of its own, and fails
+            made = torch_dtensors.unflattened(inner, context, self.size(), self.stride())
+            return made.__reduce_ex__(protocol)
         own = self.__dict__
         self.__dict__ = {key: value for key, value in own.items() if key != PLACE}
         self.__class__ = DTensor  # type: ignore[assignment]
@@ -94,7 +103,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     What works on shards DTensor computes, everything else is computed of full tensors.
     """
-    name = getattr(func, "__name__", "")
+    name = _name_of(func)
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name in _ACCESS and attribute not in _VIEWS:
         return _accessed(func, name, attribute, args, kwargs)
@@ -102,6 +111,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _deepcopied(*args, **kwargs)
     _refuse_into_views(name, args, kwargs)
     tensors = _tensors((args, kwargs))
+    _refuse_memory(func, name, tensors)
     if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
         return func(*args, **kwargs)
     if any(isinstance(out, DTensor) for out in _tensors(kwargs.get("out"))):
@@ -120,7 +130,16 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if runtime is not None and slot is not None:
             runtime.restore_beside(slot)  # before anything is sent
     unsharded = {id(tensor): _unsharded(tensor) for tensor in sharded}
-    found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
+    versions = [autograd.version(full) for full in unsharded.values()]
+    try:
+        found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
+    except RuntimeError as error:
+        if WRITTEN_COPY not in str(error):
+            raise
+        raise _lost(sharded[0], name) from error  # autograd itself refuses the write
+    for tensor, full, version in zip(sharded, unsharded.values(), versions, strict=False):
+        if autograd.version(full) != version:
+            raise _lost(tensor, name)
     return _marked(found, unsharded, sharded[0])
 
 
@@ -133,6 +152,29 @@ def _tried_on_shards(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         raise
     except RuntimeError:  # NotImplementedError is one too
         return False, None
+
+
+def _name_of(func: Any) -> str:
+    """The name of a function; of an operator's overload, as ``add_.Tensor``, the operator's."""
+    return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+def _refuse_memory(func: Any, name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise StepError for a function that takes a parameter for memory of its own.
+
+    Collectives of torch.distributed send and write memory; others hand it to another library.
+    """
+    if name in _MEMORY or getattr(func, "__module__", None) == distributed_c10d.__name__:
+        raise StepError(
+            f"{name} of {_described(tensors)}, which is sharded: this rank holds some of its rows, "
+            f"and what is written into a copy of it would be lost. Take what is meant: "
+            f"param.to_local(), this rank's rows, or param.full_tensor(), a copy of all of them."
+        )
+
+
+def _described(tensors: Sequence[Tensor]) -> str:
+    fqns = [fqn for tensor in tensors if (fqn := getattr(tensor, PLACE, (None, ""))[1])]
+    return f"parameter {fqns[0]!r}" if fqns else "a parameter"
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -150,7 +192,7 @@ class CopiedView(Tensor):
         if any(issubclass(each, GatheringTensor) for each in types):
             return NotImplemented
         with autograd.plain_torch_functions():
-            name = getattr(func, "__name__", "")
+            name = _name_of(func)
             if name not in _ACCESS:
                 _refuse_into_views(name, args, kwargs)
             found = func(*args, **kwargs)
@@ -293,7 +335,7 @@ def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function that writes into a parameter, on this rank's rows or on the full value."""
-    name = func.__name__
+    name = _name_of(func)
     into: Any
     into, *others = _tensors((args, kwargs))
     _refuse_copy(into, name)
@@ -326,9 +368,9 @@ def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Run a function whose ``out=`` has parameters."""
     outs = [t for t in _tensors(kwargs["out"]) if isinstance(t, DTensor)]
     for out in outs:
-        _refuse_copy(out, func.__name__)
+        _refuse_copy(out, _name_of(func))
     tensors = _tensors((args, kwargs))
-    if len(tensors) > len(outs) and _is_by_element(func.__name__):
+    if len(tensors) > len(outs) and _is_by_element(_name_of(func)):
         layouts = {
             (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
             for t in tensors
@@ -347,7 +389,7 @@ def _written_in_full(
         RankMismatchError: some ranks do something else.
         StepError: the function changes more than values.
     """
-    name = func.__name__
+    name = _name_of(func)
     for runtime in dict.fromkeys(runtime for runtime, _ in map(_origin, into)):
         if runtime is not None:
             runtime.world.together(f"{name}, which writes into a parameter")
@@ -455,7 +497,8 @@ def _lost(tensor: Tensor, name: str) -> StepError:
     return StepError(
         f"{name} writes into a part of {'parameter ' + repr(fqn) if fqn else 'a parameter'} "
         f"that is a copy here, as the parameter is sharded: it would be lost. Write with an "
-        f"index (param[...] = value), or inside of model.summon_full_params()."
+        f"index or a method of it (param[...] = value, param.mul_(2)), or inside of "
+        f"model.summon_full_params()."
     )
 
 

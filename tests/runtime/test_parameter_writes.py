@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -75,6 +77,7 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
     "addr_": lambda p: p.addr_(torch.ones(5), VALUES[1]),
     "tril_": lambda p: p.tril_(),
     "renorm_": lambda p: p.renorm_(2, 1, 0.1),
+    "an operator's overload": lambda p: torch.ops.aten.add_.Tensor(p, VALUES),
     "div_ by the largest": lambda p: p.div_(p.abs().amax(dim=0, keepdim=True)),
     "rows in another order": lambda p: p.copy_(p[torch.tensor([4, 2, 0, 1, 3])]),
     "masked_fill_": lambda p: p.masked_fill_(MASK, 9.0),
@@ -451,6 +454,73 @@ def refused(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_written_is_refused(ranks: Any) -> None:
     ranks(2).run(refused)
+
+
+@torch.library.custom_op("tests::double_in_place", mutates_args=("x",))
+def double_in_place(x: Tensor) -> None:
+    x.mul_(2)
+
+
+class Clamping(nn.Module):
+    """It writes into its parameter when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=0.1)
+        return x @ self.weight.T
+
+
+LOST: dict[str, Callable[[Any], Any]] = {
+    "embedding": lambda m: F.embedding(ROWS, m.table.weight, max_norm=0.1),
+    "a module's embedding": lambda m: m.table(ROWS),
+    "a bag": lambda m: F.embedding_bag(ROWS[None], m.table.weight, max_norm=0.1),
+    "a custom operator": lambda m: double_in_place(m.table.weight.detach()),
+    "a block by itself": lambda m: m.block(torch.ones(2, 4)),
+    "broadcast": lambda m: dist.broadcast(m.table.weight.data, 0),
+    "all_reduce": lambda m: dist.all_reduce(m.table.weight.detach()),
+    "of what is computed of it": lambda m: dist.all_reduce(m.table.weight.detach().norm()),
+    "of several": lambda m: dist.all_reduce_coalesced([m.table.weight.data, m.block.weight.data]),
+    "from_dlpack": lambda m: torch.from_dlpack(m.table.weight.detach()),
+}
+
+
+def lost(rank: int, world_size: int) -> None:
+    """Every one writes into a copy, or into memory that a DTensor has not."""
+    torch.manual_seed(0)
+    model: Any = nn.Module()
+    model.table, model.block = nn.Embedding(5, 4, max_norm=0.1), Clamping()
+    fxshard.fully_shard(model.block)
+    fxshard.fully_shard(model)
+    before = [full(p.detach()).clone() for p in model.parameters()]
+    for name, write in LOST.items():
+        for enabled in (False, True):
+            with torch.set_grad_enabled(enabled), pytest.raises(StepError) as raised:
+                write(model)
+            assert "lost" in str(raised.value), name
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert_close(full(p.detach()), was, rtol=0, atol=0)
+
+
+def test_what_would_be_written_into_a_copy_is_refused(ranks: Any) -> None:
+    ranks(2).run(lost)
+
+
+def pickled(rank: int, world_size: int) -> None:
+    """Also of parameters that lie behind others in memory, which torch takes for plain tensors."""
+    ours: Any = fxshard.compile(build())
+    for p in ours.parameters():
+        for made in (p.detach(), p.data):
+            again = pickle.loads(pickle.dumps(made))
+            assert type(again) is DTensor and again.placements == p.placements
+            assert_close(full(again), full(p.detach()), rtol=0, atol=0)
+
+
+def test_parts_of_packed_memory_are_pickled(ranks: Any) -> None:
+    ranks(2).run(pickled)
 
 
 def kept(rank: int, world_size: int) -> None:

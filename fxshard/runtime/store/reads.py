@@ -286,6 +286,10 @@ class _Gather(autograd.UncapturedFunction):
         return (None, None, None, None, *found)
 
 
+# In what autograd says of a write into an unsharded parameter whose gradient it follows.
+WRITTEN_COPY = f" of {_Gather.__name__} "
+
+
 def refuse_captured_backward(name: str) -> NoReturn:
     """Compiled autograd would run a backward through the model of this name.
 

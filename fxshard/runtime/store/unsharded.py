@@ -17,7 +17,7 @@ from fxshard.ir.names import is_under
 from fxshard.ir.units import index_of
 from fxshard.runtime import state
 from fxshard.runtime.sharding import Sharding, Slot
-from fxshard.runtime.store.reads import ReadableStore
+from fxshard.runtime.store.reads import WRITTEN_COPY, ReadableStore
 from fxshard.runtime.store.versions import Kept, state_of
 from fxshard.runtime.world.c10d import C10dWorld
 
@@ -114,7 +114,7 @@ class UnshardableStore(ReadableStore):
         what = f"{what}, with gradients" if torch.is_grad_enabled() else what
         self.together(what, check=check)
         unsharded = [self.read(slot, slot.param.dtype) for slot in slots]
-        with self._summoning(state.holding(slots, unsharded)):
+        with _unwritten(slots, unsharded), self._summoning(state.holding(slots, unsharded)):
             yield
 
     @contextlib.contextmanager
@@ -270,7 +270,8 @@ class UnshardableStore(ReadableStore):
                 slot.param.fqn: Kept([unsharded[slot.param.fqn].detach()], state_of(slot))
                 for slot in slots
             }
-        with state.holding(slots, [unsharded[slot.param.fqn] for slot in slots]):
+        shown = [unsharded[slot.param.fqn] for slot in slots]
+        with _unwritten(slots, shown), state.holding(slots, shown):
             yield
 
     def note_backward(self, unit: int, fqn: str, outputs: Any) -> None:
@@ -330,6 +331,30 @@ class UnshardableStore(ReadableStore):
         if left.keys() != slots.keys() or not all(self.is_new(left[n], slots[n]) for n in left):
             return {}
         return {name: each.rows[0] for name, each in left.items()}
+
+
+@contextlib.contextmanager
+def _unwritten(slots: Sequence[Slot], unsharded: Sequence[Tensor]) -> Iterator[None]:
+    """Raise StepError at the end of the block if it wrote into a parameter: that would be lost."""
+    versions = [autograd.version(tensor) for tensor in unsharded]
+    try:
+        yield
+    except RuntimeError as error:
+        if WRITTEN_COPY not in str(error):
+            raise
+        fqns = ", ".join(repr(slot.param.fqn) for slot in slots)
+        raise _lost(f"one of the parameters {fqns}") from error
+    for slot, tensor, version in zip(slots, unsharded, versions, strict=True):
+        if autograd.version(tensor) != version:
+            raise _lost(f"parameter {slot.param.fqn!r}")
+
+
+def _lost(param: str) -> StepError:
+    return StepError(
+        f"{param} was written into by a module or method that runs on a copy of it, as it is "
+        f"sharded: that is lost. Write values outside of it, or inside of "
+        f"model.summon_full_params()."
+    )
 
 
 def _is_in(slot: Slot, fqn: str) -> bool:
