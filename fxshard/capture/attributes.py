@@ -8,42 +8,33 @@ program.
 
 Of an object of the user's, such as a trainer, what forward read of objects of its class counts: it
 may count steps beside. Where that cannot be seen, all that it holds does.
-
-By identity first, as nearly all of them are at nearly all calls; by value where that fails, of
-functions by what they compute.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import dataclasses
 import enum
 import hashlib
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import repeat
-from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from fxshard.capture.functions import meaning
 from fxshard.capture.held import is_users, slots
+from fxshard.capture.places import ABSENT, PLAIN, Place, State, any_place, names_of, state
 from fxshard.capture.swapped import STATE, UNIT, users_class
 
 Reads = dict[type, set[str]]  # by class of a module: names of attributes
-_State = list[tuple[Any, ...]]
 
 # nn.Module's, which say what is asked for elsewhere, and ours.
 _OWN = frozenset(vars(nn.Module())) | vars(nn.Module).keys() - {"forward"} | {STATE, UNIT}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _LARGE = 1 << 16  # bytes of a NumPy array of which a digest is kept
 _HEAP = 1 << 9  # of the flags of a class: it was made by Python code
-_ABSENT = object()
 _sink: Reads | None = None
 
 
@@ -127,7 +118,7 @@ def _objects(value: Any) -> Iterator[Any]:
     todo, seen = [value], set()
     while todo:
         each = todo.pop()
-        if isinstance(each, (*_PLAIN, nn.Module, torch.Tensor, np.ndarray)) or id(each) in seen:
+        if isinstance(each, (*PLAIN, nn.Module, torch.Tensor, np.ndarray)) or id(each) in seen:
             continue
         seen.add(id(each))
         match each:
@@ -145,49 +136,6 @@ def _tells(cls: type) -> bool:
     return mine and bool(cls.__flags__ & _HEAP) and not hasattr(cls, "__getattr__")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    """Something to look at: what it held, and whether it still does."""
-
-    before: tuple[Any, ...]
-    is_same: Callable[[], bool]
-
-
-def _any_place(read: Callable[[], tuple[Any, ...]]) -> _Place:
-    before = read()
-
-    def is_same() -> bool:
-        now = read()
-        if len(now) != len(before):
-            return False
-        return all(map(is_, now, before)) or all(map(_alike, now, before))
-
-    return _Place(before, is_same)
-
-
-def _names_of(held: Mapping[str, Any], names: tuple[str, ...]) -> _Place:
-    """Attributes of a module or a class. Most names are those of methods: no module has them."""
-    before = tuple(map(held.get, names, repeat(_ABSENT)))
-    there = [(name, value) for name, value in zip(names, before, strict=True) if name in held]
-    own, values = [name for name, _ in there], [value for _, value in there]
-    absent, keys, get = tuple(name for name in names if name not in held), held.keys(), held.get
-
-    def is_same() -> bool:
-        if not keys.isdisjoint(absent):
-            return False
-        if not own or all(map(is_, map(get, own, repeat(_ABSENT)), values)):
-            return True
-        return all(map(_alike, map(get, own, repeat(_ABSENT)), values))
-
-    return _Place(before, is_same)
-
-
-def _alike(now: Any, before: Any) -> bool:
-    if now is before:
-        return True
-    return type(now) is type(before) and isinstance(now, _PLAIN) and bool(now == before)
-
-
 class Attributes:
     """What the attributes that programs depend on say now, as a number: equal if all are equal.
 
@@ -198,8 +146,8 @@ class Attributes:
     def __init__(self, reads: Reads | None = None) -> None:
         self.reads: Reads = {} if reads is None else reads
         self._noted: Reads = {}  # a copy of `reads`, shared by the states that it is of
-        self._places: list[_Place] = []
-        self._states: list[tuple[Reads, _State]] = [({}, [])]
+        self._places: list[Place] = []
+        self._states: list[tuple[Reads, State]] = [({}, [])]
         self._number = 0
 
     def number(self, tree: Iterable[nn.Module]) -> int:
@@ -207,7 +155,7 @@ class Attributes:
         if _size(self.reads) != _size(self._noted):
             self._noted = {cls: {*names} for cls, names in self.reads.items()}
             self._places = _places(tree, self._noted)
-            self._states[self._number] = (self._noted, _state(self._places))
+            self._states[self._number] = (self._noted, state(self._places))
         elif not all(place.is_same() for place in self._places):
             self._places = _places(tree, self._noted)
             self._number = self._known_again([*tree])
@@ -215,11 +163,11 @@ class Attributes:
 
     def _known_again(self, tree: list[nn.Module]) -> int:
         """The number of the state that `_places` hold now; a new one if it was in none before."""
-        now = _state(self._places)
+        now = state(self._places)
         seen = {id(self._noted): now}
         for number, (noted, before) in enumerate(self._states):
             if id(noted) not in seen:
-                seen[id(noted)] = _state(_places(tree, noted))
+                seen[id(noted)] = state(_places(tree, noted))
             if seen[id(noted)] == before:
                 # From now on what was read elsewhere counts here too: a trace may read it.
                 self._states[number] = (self._noted, now)
@@ -232,22 +180,22 @@ def _size(reads: Reads) -> int:
     return sum(map(len, reads.values()))
 
 
-def _places(tree: Iterable[nn.Module], reads: Reads) -> list[_Place]:
+def _places(tree: Iterable[nn.Module], reads: Reads) -> list[Place]:
     """Where to look: attributes of modules and classes, and what is held by them, however deep."""
-    found: list[_Place] = []
+    found: list[Place] = []
     modules = list(tree)
     seen = {id(module) for module in modules}
     classes: set[type] = set()
 
-    def look(place: _Place) -> None:
+    def look(place: Place) -> None:
         found.append(place)
         for value in place.before:
-            if not isinstance(value, _PLAIN) and id(value) not in seen:
+            if not isinstance(value, PLAIN) and id(value) not in seen:
                 inside = _inside(value, reads)
                 if inside is not None or isinstance(value, nn.Module):
                     seen.add(id(value))
                 if inside is not None:
-                    look(_any_place(inside))
+                    look(any_place(inside))
                 elif isinstance(value, nn.Module):
                     look_at(value)
 
@@ -259,14 +207,14 @@ def _places(tree: Iterable[nn.Module], reads: Reads) -> list[_Place]:
         if not names:
             return
         held = vars(module)
-        look(_names_of(held, names))
+        look(names_of(held, names))
         absent = tuple(n for n in names if n not in held and not hasattr(cls, n))
         if absent:
-            look(_any_place(lambda: tuple(_registered(held, name) for name in absent)))
+            look(any_place(lambda: tuple(_registered(held, name) for name in absent)))
         if cls not in classes:
             classes.add(cls)
             for owner, of_owner in _by_owner(cls, names).items():
-                look(_names_of(vars(owner), of_owner))
+                look(names_of(vars(owner), of_owner))
 
     for module in modules:
         look_at(module)
@@ -309,7 +257,7 @@ def _inside(value: Any, reads: Reads) -> Callable[[], tuple[Any, ...]] | None:
         if hasattr(value, "__dict__"):
             return lambda: _items(vars(value))
     elif hasattr(value, "__dict__") and not callable(value):
-        return lambda: _items({n: v for n, v in vars(value).items() if isinstance(v, _PLAIN)})
+        return lambda: _items({n: v for n, v in vars(value).items() if isinstance(v, PLAIN)})
     return None
 
 
@@ -324,35 +272,8 @@ def _contents(values: np.ndarray[Any, Any]) -> bytes:
 def _read(value: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Attributes of an object itself, not of its class."""
     held: Mapping[str, Any] = {**slots(value), **getattr(value, "__dict__", {})}
-    return tuple(held.get(name, _ABSENT) for name in names)
+    return tuple(held.get(name, ABSENT) for name in names)
 
 
 def _items(held: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*held, *held.values())
-
-
-def _state(places: list[_Place]) -> _State:
-    """What all places hold, to compare with: what is looked into by kind, all else by identity."""
-    return [tuple(map(_frozen, place.before)) for place in places]
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, (dict, list, tuple, set, frozenset, deque, np.ndarray)):
-        inside = not isinstance(value, np.memmap) or value.flags.writeable
-        return type(value) if inside else _Same(value)
-    means = meaning(value)
-    return _Same(value) if means is None else means
-
-
-class _Same:
-    """Equal to one object alone, and to nothing that looks like it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    __hash__ = None  # type: ignore[assignment]

@@ -83,7 +83,7 @@ class GatheringTensor(DTensor):
         if not isinstance(self, torch.nn.Parameter) and self.storage_offset():
             names, context = self.__tensor_flatten__()
             inner = {name: getattr(self, name) for name in names}
-            # torch takes a DTensor that has an offset for a tensor with memory of its own, and fails
+            # torch takes a DTensor with an offset for one that has memory of its own, and fails
             made = torch_dtensors.unflattened(inner, context, self.size(), self.stride())
             return made.__reduce_ex__(protocol)
         own = self.__dict__

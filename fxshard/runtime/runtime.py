@@ -20,6 +20,7 @@ from fxshard.capture import attributes, refusals
 from fxshard.capture.attributes import Attributes
 from fxshard.capture.functions import Hooks
 from fxshard.capture.swapped import Inside, as_users_own
+from fxshard.capture.variables import Variables
 from fxshard.codegen.emit import Executor
 from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.codegen.optimizer import OnShards, on_shards, stepped
@@ -45,6 +46,7 @@ from fxshard.runtime.variants import (
     SETTINGS,
     STARTS,
     SUMS,
+    VARIABLES,
     Kind,
     Traced,
     Variant,
@@ -81,6 +83,7 @@ class Runtime(Phases):
         self.captured: list[Plan] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self.attributes: Attributes = Attributes()
+        self.variables = Variables()
         self.hooks: Hooks = Hooks()
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
@@ -218,7 +221,7 @@ class Runtime(Phases):
             if self.follow_changes():
                 self.variants.clear()
                 self.structures += 1
-                self.attributes, self.hooks = Attributes(), Hooks()
+                self.attributes, self.variables, self.hooks = Attributes(), Variables(), Hooks()
             self.follow_mode()
 
     @staticmethod
@@ -611,9 +614,8 @@ class Runtime(Phases):
             SUMS: self._sums() if grad else (True, (), ()),
             KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),
-            "an attribute of a module that forward reads": self.attributes.number(
-                self.structure.modules
-            ),
+            "an attribute of a module that forward reads": self.attributes.number(tree),
+            VARIABLES: self.variables.number(tree),
             "a hook of a module": self.hooks.state(tree[1:]),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
@@ -636,7 +638,7 @@ class Runtime(Phases):
         """A copy starts without programs and optimizer."""
         fresh: dict[str, Any] = {"variants": {}, "captured": [], "_agreed": {}, "_optimizer": None}
         fresh["_starts"] = {}
-        fresh["attributes"], fresh["hooks"] = Attributes(), Hooks()
+        fresh |= {"attributes": Attributes(), "variables": Variables(), "hooks": Hooks()}
         return super().fresh() | fresh
 
     def require_stepped_here(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxshard._torch import autograd, modules, trees
 from fxshard.capture import attributes, refusals
+from fxshard.capture.variables import Variables
 from fxshard.codegen.optimizer import OnShards
 from fxshard.codegen.users_optimizer import UsersOptimizer, refuse_pre_hooks
 from fxshard.config.checked import Config
@@ -26,7 +27,7 @@ from fxshard.plans.plan import Plan
 from fxshard.runtime.module import FxshardModule
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.step import Call, undone_or_refused
-from fxshard.runtime.variants import Kind, Traced, Variant, reason_for
+from fxshard.runtime.variants import VARIABLES, Kind, Traced, Variant, reason_for
 
 LOOP = "train by a loop: loss = loss_fn(model(batch), target); loss.backward(); optimizer.step()"
 
@@ -65,7 +66,7 @@ class CompiledStep:
         self.model = model
         self.optimizer = optimizer
         self.grad_norm: Tensor | None = None
-        self._whole, self._config = whole, config
+        self._whole, self._config, self._variables = whole, config, Variables()
         self._variants: dict[Kind, Variant] = {}
         self._structure = self._runtime.structures
         self._last: Variant | None = None
@@ -73,7 +74,7 @@ class CompiledStep:
             call, program, reads = traced
             runtime = self._runtime
             runtime.attributes.reads = reads
-            self._last = self._add(runtime.kind(*call), *call, Traced(program))
+            self._last = self._add(self._kind(*call), *call, Traced(program))
             runtime.note_agreed(program)
 
     @property
@@ -157,7 +158,7 @@ class CompiledStep:
                 self._variants.clear()
                 self._structure = runtime.structures
             self._require_steppable(args, kwargs)
-            kind = runtime.kind(args, kwargs)
+            kind = self._kind(args, kwargs)
             found = self._variants.get(kind)
             traced = found.traced if found else self._traced(args, kwargs, kind)
             runtime.require_stepped_here(traced.program, ASKED, LOOP)
@@ -169,6 +170,13 @@ class CompiledStep:
             found = self._add(kind, args, kwargs, traced)
         runtime.runs(found)
         return found
+
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """What the program of this step depends on: what a call does, and what the loss reads."""
+        kind, loss = self._runtime.kind(args, kwargs), self._whole.loss
+        if loss is None:
+            return kind
+        return kind.having(VARIABLES, (kind[VARIABLES], self._variables.number((), [loss])))
 
     def _require_steppable(self, args: Any, kwargs: Any) -> None:
         refuse_pre_hooks(self.optimizer)

@@ -1,0 +1,94 @@
+"""Where a program's facts lie: names in a holder, the contents of a collection; what they held.
+
+By identity first, as nearly all of them are at nearly all calls; by value where that fails, of
+functions by what they compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxshard.capture.functions import meaning
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+ABSENT = object()  # of a name that a holder has not
+
+State = list[tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Something to look at: what it held, and whether it still does."""
+
+    before: tuple[Any, ...]
+    is_same: Callable[[], bool]
+
+
+def any_place(read: Callable[[], tuple[Any, ...]]) -> Place:
+    before = read()
+
+    def is_same() -> bool:
+        now = read()
+        if len(now) != len(before):
+            return False
+        return all(map(is_, now, before)) or all(map(_alike, now, before))
+
+    return Place(before, is_same)
+
+
+def names_of(held: Mapping[str, Any], names: tuple[str, ...]) -> Place:
+    """Attributes of a module or a class. Most names are those of methods: no module has them."""
+    before = tuple(map(held.get, names, repeat(ABSENT)))
+    there = [(name, value) for name, value in zip(names, before, strict=True) if name in held]
+    own, values = [name for name, _ in there], [value for _, value in there]
+    absent, keys, get = tuple(name for name in names if name not in held), held.keys(), held.get
+
+    def is_same() -> bool:
+        if not keys.isdisjoint(absent):
+            return False
+        if not own or all(map(is_, map(get, own, repeat(ABSENT)), values)):
+            return True
+        return all(map(_alike, map(get, own, repeat(ABSENT)), values))
+
+    return Place(before, is_same)
+
+
+def _alike(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    return type(now) is type(before) and isinstance(now, PLAIN) and bool(now == before)
+
+
+def state(places: list[Place]) -> State:
+    """What all places hold, to compare with: what is looked into by kind, all else by identity."""
+    return [tuple(map(_frozen, place.before)) for place in places]
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, (dict, list, tuple, set, frozenset, deque, np.ndarray)):
+        inside = not isinstance(value, np.memmap) or value.flags.writeable
+        return type(value) if inside else _Same(value)
+    means = meaning(value)
+    return _Same(value) if means is None else means
+
+
+class _Same:
+    """Equal to one object alone, and to nothing that looks like it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]

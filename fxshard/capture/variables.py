@@ -1,0 +1,223 @@
+"""Globals and closures that forward reads: a program depends on their values too.
+
+A trace does not tell when Python reads a variable, so the code says it: that of forward, and of
+whatever of the user's it names, functions and methods of modules and of objects. Of an object that
+a variable holds (a configuration, a module of the user's), the attributes count that this code
+names. At each call all of them are compared with what they were: ``USE_BIAS = False``, or another
+function in a file of a library, asks for another program.
+
+What forward reads of the operating system (files, environment variables, clocks) counts as it was
+in the traced call.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxshard.capture.held import LONG, is_users, slots
+from fxshard.capture.places import ABSENT, PLAIN, Place, State, any_place, names_of, state
+from fxshard.capture.swapped import users_class
+
+# Methods that are called without being named.
+_UNNAMED = frozenset({"forward", "__call__", "__init__", "__getitem__", "__enter__", "__exit__"})
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_NOT_READ = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
+_Function = types.FunctionType
+_Names = frozenset[str]
+
+
+class Variables:
+    """What the variables that programs depend on say now, as a number: equal if all are equal."""
+
+    def __init__(self) -> None:
+        self._places: list[Place] | None = None
+        self._states: list[State] = []
+        self._number = 0
+
+    def number(self, tree: Iterable[nn.Module], held: Sequence[Any] = ()) -> int:
+        """Of the state that the variables are in which forward reads.
+
+        Args:
+            tree: all modules of the model: their own attributes are asked for elsewhere.
+            held: functions, modules or objects that are called beside, as a variable may hold them.
+        """
+        if self._places is None or not all(place.is_same() for place in self._places):
+            self._places = _places(list(tree), held)
+            now = state(self._places)
+            if now not in self._states:
+                self._states.append(now)
+            self._number = self._states.index(now)
+        return self._number
+
+
+def _places(tree: list[nn.Module], others: Sequence[Any]) -> list[Place]:
+    """Where to look: the variables of all code that forward may run, and what they hold."""
+    held: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by id: names, and those that count
+    found: dict[int, Place] = {}  # by id of what is looked into whole
+    modules = {id(module) for module in tree}
+    looked: set[tuple[int, _Names]] = set()
+
+    def read(variables: Mapping[str, Any], names: Collection[str], attributes: _Names) -> None:
+        held.setdefault(id(variables), (variables, set()))[1].update(names)
+        for name in names:
+            look(variables.get(name, ABSENT), attributes)
+
+    def look(value: Any, attributes: _Names) -> None:
+        if isinstance(value, (Tensor, enum.Enum, _Function, *PLAIN)):
+            return
+        if (key := (id(value), attributes)) in looked:
+            return
+        looked.add(key)
+        match value:
+            case nn.Module():
+                if id(value) not in modules:
+                    modules.add(id(value))
+                    read(vars(value), vars(value).keys() - _NOT_READ, attributes)
+            case functools.partial():
+                for each in (*value.args, *value.keywords.values()):
+                    look(each, attributes)
+            case types.CellType():
+                look_whole(value, lambda: _contents(value), attributes)
+            case dict():
+                if len(value) <= LONG:
+                    look_whole(value, lambda: (*dict.keys(value), *dict.values(value)), attributes)
+            case list() | tuple() | set() | frozenset() | deque():
+                if len(value) <= LONG:
+                    look_whole(value, lambda: tuple(value), attributes)
+            case types.ModuleType():
+                if _is_users_file(value.__name__):
+                    read(vars(value), attributes & vars(value).keys(), attributes)
+            case type():
+                for cls in filter(is_users, value.__mro__):
+                    read(vars(cls), attributes & vars(cls).keys(), attributes)
+            case _ if not callable(value):
+                look_at_object(value, attributes)
+
+    def look_at_object(value: Any, attributes: _Names) -> None:
+        variables = getattr(value, "__dict__", None)
+        if isinstance(variables, dict):
+            hidden = is_users(type(value)) and hasattr(type(value), "__getattr__")
+            read(variables, {*variables} if hidden else attributes, attributes)
+        if is_users(type(value)) and slots(value):
+            names = sorted(attributes & slots(value).keys())
+            look_whole(value, lambda: tuple(getattr(value, n, ABSENT) for n in names), attributes)
+
+    def look_whole(value: Any, contents: Any, attributes: _Names) -> None:
+        if id(value) not in found:
+            found[id(value)] = any_place(contents)
+        for each in found[id(value)].before:
+            look(each, attributes)
+
+    for each in others:
+        look(each, frozenset())
+    for function in _functions(tree, others):
+        names, attributes = _read(function.__code__)
+        if _is_users_file(function.__globals__.get("__name__")):
+            read(function.__globals__, names, attributes)
+        for cell in function.__closure__ or ():
+            look(cell, attributes)
+    return [names_of(vs, tuple(sorted(names))) for vs, names in held.values()] + [*found.values()]
+
+
+def _functions(tree: list[nn.Module], others: Sequence[Any]) -> Iterable[_Function]:
+    """All of the user's that forward may run, by the names in its code; some more than it runs."""
+    found: dict[int, _Function] = {}
+    classes: dict[type, None] = {}
+    names = set(_UNNAMED)
+    todo: list[Any] = []
+
+    def add(value: Any) -> None:
+        """A class gives its methods, once their names are known."""
+        match value:
+            case type() if is_users(value) and value not in classes:
+                for cls in filter(is_users, value.__mro__):
+                    if cls not in classes:
+                        classes[cls] = None
+                        todo.extend(vars(cls).get(name) for name in names)
+            case nn.Module():
+                for module in value.modules():
+                    add(users_class(module))
+                    for each in vars(module).values():
+                        add(each)
+            case _Function() | property() | staticmethod() | classmethod() | types.MethodType():
+                todo.append(value)
+            case functools.partial() | functools.partialmethod() | functools.cached_property():
+                todo.append(value.func)
+            case _ if is_users(type(value)):
+                add(type(value))
+
+    for module in tree:
+        add(users_class(module))
+        for value in vars(module).values():
+            if not isinstance(value, nn.Module):
+                add(value)
+    for value in others:
+        add(value)
+    while todo:
+        for function in _inside(todo.pop()):
+            if id(function) in found:
+                continue
+            found[id(function)] = function
+            read, attributes = _read(function.__code__)
+            for cell in function.__closure__ or ():
+                for value in _contents(cell):
+                    add(value)
+            if not _is_users_file(function.__globals__.get("__name__")):
+                continue  # a decorator of torch's: what it decorates lies in its closure
+            for name in read:
+                value = function.__globals__.get(name)
+                add(value)
+                if isinstance(value, types.ModuleType) and _is_users_file(value.__name__):
+                    for attribute in attributes & vars(value).keys():
+                        add(vars(value)[attribute])
+            new = attributes - names
+            names |= new
+            todo.extend(vars(cls)[name] for cls in classes for name in new & vars(cls).keys())
+    return found.values()
+
+
+def _inside(value: Any) -> Iterator[_Function]:
+    """The functions that a method of any kind is made of."""
+    match value:
+        case _Function():
+            yield value
+        case property():
+            yield from (each for each in (value.fget, value.fset) if isinstance(each, _Function))
+        case staticmethod() | classmethod() | types.MethodType():
+            yield from _inside(value.__func__)
+        case functools.partial() | functools.partialmethod() | functools.cached_property():
+            yield from _inside(value.func)
+
+
+@functools.cache
+def _read(code: types.CodeType) -> tuple[_Names, _Names]:
+    """The globals that `code` reads, with the functions inside of it, and its attributes' names."""
+    instructions = [*dis.get_instructions(code)]
+    names = {str(each.argval) for each in instructions if each.opname in _GLOBAL}
+    attributes = {str(each.argval) for each in instructions if each.opname in _ATTRIBUTE}
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            inside = _read(each)
+            names |= inside[0]
+            attributes |= inside[1]
+    return frozenset(names), frozenset(attributes)
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # it is empty
+        return ()
+
+
+def _is_users_file(name: Any) -> bool:
+    return isinstance(name, str) and is_users(types.SimpleNamespace(__module__=name))

@@ -1,0 +1,230 @@
+"""Globals and closures that forward reads: changing one changes what the next call computes."""
+
+import argparse
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fxshard
+
+SCALE = 1.0
+TABLE = {"scale": 1.0, "unused": 0}
+FLAGS = argparse.Namespace(scale=1.0, unused=0)
+SEEN = 0  # of the training script alone
+
+
+class Settings:
+    """Of the user's."""
+
+    deep = True
+
+    def __init__(self) -> None:
+        self.inner = types.SimpleNamespace(scale=1.0)
+
+    def applied(self, x: Tensor) -> Tensor:
+        return x * SCALE
+
+
+class Hidden:
+    """It finds attributes elsewhere, as OmegaConf's do."""
+
+    def __init__(self) -> None:
+        self._content = {"scale": 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self._content[name]
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Counting(nn.Module):
+    """Held by a variable, not by the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+SETTINGS, HIDDEN, SLOTTED, OUTSIDE = Settings(), Hidden(), Slotted(), Counting()
+ELSEWHERE = types.ModuleType("somewhere")
+vars(ELSEWHERE).update(scale=1.0, unused=0)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def by_scale(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = function(x)
+        return result
+
+    return run
+
+
+ACT = doubled
+indirect = decorated(by_scale)
+
+
+def put(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+# What forward computes of x, and how what it reads is changed.
+Case = tuple[Callable[[Tensor], Tensor], Callable[[], None]]
+CASES: dict[str, Case] = {
+    "a number": (lambda x: x * SCALE, lambda: put("SCALE", 3.0)),
+    "a function": (lambda x: ACT(x), lambda: put("ACT", halved)),
+    "of a function": (by_scale, lambda: put("SCALE", 3.0)),
+    "of a decorated function": (lambda x: indirect(x), lambda: put("SCALE", 3.0)),
+    "of a partial": (functools.partial(lambda y, x: x * y * SCALE, 2), lambda: put("SCALE", 3.0)),
+    "of a method of an object": (lambda x: SETTINGS.applied(x), lambda: put("SCALE", 3.0)),
+    "of a nested function": (lambda x: (lambda y: y * SCALE)(x), lambda: put("SCALE", 3.0)),
+    "a dict": (lambda x: x * TABLE["scale"], lambda: TABLE.update(scale=3.0)),
+    "a namespace": (lambda x: x * FLAGS.scale, lambda: setattr(FLAGS, "scale", 3.0)),
+    "an object in an object": (
+        lambda x: x * SETTINGS.inner.scale,
+        lambda: setattr(SETTINGS.inner, "scale", 3.0),
+    ),
+    "an object that hides": (
+        lambda x: x * HIDDEN.scale,
+        lambda: HIDDEN._content.update(scale=3.0),
+    ),
+    "an object with slots": (lambda x: x * SLOTTED.scale, lambda: setattr(SLOTTED, "scale", 3.0)),
+    "a class": (
+        lambda x: x * (2 if Settings.deep else 1),
+        lambda: setattr(Settings, "deep", False),
+    ),
+    "another file": (lambda x: x * ELSEWHERE.scale, lambda: setattr(ELSEWHERE, "scale", 3.0)),
+    "a module outside": (lambda x: OUTSIDE(x), lambda: setattr(OUTSIDE, "scale", 3.0)),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SCALE", "ACT", "SEEN"):
+        monkeypatch.setitem(globals(), name, globals()[name])
+    for holder in (TABLE, HIDDEN._content):
+        monkeypatch.setitem(holder, "scale", 1.0)
+    for each in (FLAGS, SETTINGS.inner, SLOTTED, ELSEWHERE, OUTSIDE):
+        monkeypatch.setattr(each, "scale", 1.0)
+    monkeypatch.setattr(Settings, "deep", True)
+
+
+class Reads(nn.Module):
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.linear(x))
+
+
+def both(compute: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Any]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Reads(compute))
+    return made[0], fxshard.compile(made[1], world_size=2)
+
+
+def programs(model: Any) -> int:
+    return len(model._fxshard.variants)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_variable_that_forward_reads_is_changed(case: str) -> None:
+    compute, change = CASES[case]
+    eager, ours = both(compute)
+    x = torch.arange(8.0).view(2, 4)
+    assert_close(ours(x), eager(x))
+    change()
+    assert_close(ours(x), eager(x))
+    assert programs(ours) == 2
+
+
+def test_a_closure() -> None:
+    scale = 1.0
+
+    def compute(x: Tensor) -> Tensor:
+        return x * scale
+
+    eager, ours = both(compute)
+    x = torch.ones(2, 4)
+    for scale in (1.0, 2.0, 1.0):
+        assert_close(ours(x), eager(x))
+    assert programs(ours) == 2  # one is known again
+
+
+def test_what_forward_does_not_read_asks_for_nothing() -> None:
+    _, ours = both(lambda x: x * SCALE * FLAGS.scale * vars(ELSEWHERE)["scale"])
+    for number in range(3):
+        put("SEEN", number)
+        FLAGS.unused = ELSEWHERE.unused = number  # type: ignore[attr-defined]
+        ours(torch.ones(2, 4)).sum().backward()
+    assert programs(ours) == 1
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.loss = 1.0, nn.MSELoss()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        result: Tensor = self.loss(output, target) * self.scale
+        return result
+
+
+def weighted(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target) * SCALE
+
+
+@pytest.mark.parametrize("kind", ["function", "module", "closure over a module"])
+def test_what_the_loss_of_a_step_reads(kind: str) -> None:
+    criterion = Weighted()
+    losses: dict[str, Any] = {
+        "function": weighted,
+        "module": criterion,
+        "closure over a module": lambda output, target: criterion(output, target),
+    }
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Linear(4, 4))
+    eager, ours = models
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    step = fxshard.compile_step(ours, losses[kind], optimizers[1], world_size=2)
+    x, y = torch.arange(8.0).view(2, 4) / 8, torch.zeros(2, 4)
+    for scale in (1.0, 3.0, 1.0):
+        criterion.scale = scale
+        put("SCALE", scale)
+        optimizers[0].zero_grad()
+        losses[kind](eager(x), y).backward()
+        optimizers[0].step()
+        step(x, y)
+    for theirs, mine in zip(eager.parameters(), ours.parameters(), strict=True):
+        assert_close(mine, theirs)
