@@ -12,6 +12,7 @@ in the traced call.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import enum
 import functools
@@ -39,6 +40,8 @@ class Variables:
     """What the variables that programs depend on say now, as a number: equal if all are equal."""
 
     def __init__(self) -> None:
+        self._given: tuple[list[nn.Module], Sequence[Any]] = [], ()
+        self._written: dict[int, Any] = {}  # by id: collections that a trace has changed
         self._places: list[Place] | None = None
         self._states: list[State] = []
         self._number = 0
@@ -51,18 +54,40 @@ class Variables:
             held: functions, modules or objects that are called beside, as a variable may hold them.
         """
         if self._places is None or not all(place.is_same() for place in self._places):
-            self._places = _places(list(tree), held)
+            self._given = list(tree), held
+            self._places = self._found()
             now = state(self._places)
             if now not in self._states:
                 self._states.append(now)
             self._number = self._states.index(now)
         return self._number
 
+    def _found(self) -> list[Place]:
+        names, whole = _places(*self._given)
+        kept = [place for key, (_, place) in whole.items() if key not in self._written]
+        return names + kept
 
-def _places(tree: list[nn.Module], others: Sequence[Any]) -> list[Place]:
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """The model is traced in the block: a collection that forward itself changes (a log, a
+        cache) would say at each call that it is another one, and does not count.
+        """
+        _, before = _places(*self._given)
+        yield
+        now = {key: of for key, (of, place) in before.items() if not place.is_same()}
+        if now and self._places is not None:
+            self._written |= now
+            self._places = self._found()
+            self._states[self._number] = state(self._places)
+
+
+_Whole = dict[int, tuple[Any, Place]]  # by id: what is looked into whole
+
+
+def _places(tree: list[nn.Module], others: Sequence[Any]) -> tuple[list[Place], _Whole]:
     """Where to look: the variables of all code that forward may run, and what they hold."""
     held: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by id: names, and those that count
-    found: dict[int, Place] = {}  # by id of what is looked into whole
+    found: _Whole = {}
     modules = {id(module) for module in tree}
     looked: set[tuple[int, _Names]] = set()
 
@@ -113,8 +138,8 @@ def _places(tree: list[nn.Module], others: Sequence[Any]) -> list[Place]:
 
     def look_whole(value: Any, contents: Any, attributes: _Names) -> None:
         if id(value) not in found:
-            found[id(value)] = any_place(contents)
-        for each in found[id(value)].before:
+            found[id(value)] = value, any_place(contents)
+        for each in found[id(value)][1].before:
             look(each, attributes)
 
     for each in others:
@@ -125,7 +150,7 @@ def _places(tree: list[nn.Module], others: Sequence[Any]) -> list[Place]:
             read(function.__globals__, names, attributes)
         for cell in function.__closure__ or ():
             look(cell, attributes)
-    return [names_of(vs, tuple(sorted(names))) for vs, names in held.values()] + [*found.values()]
+    return [names_of(there, tuple(sorted(names))) for there, names in held.values()], found
 
 
 def _functions(tree: list[nn.Module], others: Sequence[Any]) -> Iterable[_Function]:

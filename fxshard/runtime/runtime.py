@@ -441,7 +441,7 @@ class Runtime(Phases):
             symbols = symbols_for(kind, others, self.config.dynamic, self.model, call)
         start = time.perf_counter()
         shown = task(f"capturing {type(self.model).__name__}", shown=self.progress)
-        with shown, attributes.noted(self.attributes.reads):
+        with shown, attributes.noted(self.attributes.reads), self.variables.traced():
             captures: dict[Any, Program] = {}
             program = self.rewritten(args, kwargs, symbols, kind[STARTS], captures)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"

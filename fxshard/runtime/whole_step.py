@@ -217,7 +217,8 @@ class CompiledStep:
             )
         start = time.perf_counter()
         shown = task(f"capturing a step of {type(self.model).__name__}", shown=runtime.progress)
-        with shown, attributes.noted(runtime.attributes.reads):
+        noted = attributes.noted(runtime.attributes.reads)
+        with shown, noted, runtime.variables.traced(), self._variables.traced():
             program = runtime.rewritten(
                 args, kwargs, {}, None, {}, config=self._config, whole=self._whole
             )

@@ -175,7 +175,8 @@ def test_a_closure() -> None:
 
     eager, ours = both(compute)
     x = torch.ones(2, 4)
-    for scale in (1.0, 2.0, 1.0):
+    for each in (1.0, 2.0, 1.0):
+        scale = each
         assert_close(ours(x), eager(x))
     assert programs(ours) == 2  # one is known again
 
@@ -187,6 +188,21 @@ def test_what_forward_does_not_read_asks_for_nothing() -> None:
         FLAGS.unused = ELSEWHERE.unused = number  # type: ignore[attr-defined]
         ours(torch.ones(2, 4)).sum().backward()
     assert programs(ours) == 1
+
+
+def test_what_forward_itself_changes_asks_for_nothing() -> None:
+    called: list[float] = []
+
+    def compute(x: Tensor) -> Tensor:
+        called.append(SCALE)
+        return x * SCALE
+
+    eager, ours = both(compute)
+    x = torch.ones(2, 4)
+    for scale in (1.0, 1.0, 2.0, 1.0, 2.0):
+        put("SCALE", scale)
+        assert_close(ours(x), eager(x))
+    assert programs(ours) == 2
 
 
 class Weighted(nn.Module):
