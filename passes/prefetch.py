@@ -37,9 +37,8 @@ class Prefetch:
     many buckets are unsharded at any point, whatever the depth.
 
     Attributes:
-        forward: buckets ahead in forward (0: launch and wait stay together), "pre" or "post". Units
-            that stayed unsharded count as one each, as in FSDP2.
-        backward: the same in backward.
+        forward: buckets ahead in forward (0: launch and wait stay together), "pre" or "post".
+        backward: the same in backward. A bucket that stayed unsharded counts, as in FSDP2.
         max_inflight: how many buckets may be unsharded, from launch to last reader; None: any.
 
     Before::
