@@ -261,6 +261,16 @@ def test_numbers_with_a_limit() -> None:
         graphs.assert_same(graphs.run(program, values), numbers, exact=True)
 
 
+@pytest.mark.parametrize("kept", [("",), ("layers.1",), ("", "layers.2"), ("layers.1", "layers.2")])
+@pytest.mark.parametrize("more", [{}, {"max_inflight": 4}, {"backward_prefetch": "post"}], ids=str)
+def test_numbers_where_units_stay_unsharded(kept: tuple[str, ...], more: Options) -> None:
+    program = graphs.layered(3, reshard=dict.fromkeys(kept, False))
+    values = graphs.random_values(program)
+    numbers = graphs.run(program, values)
+    rewritten(program, **both(2) | more)
+    graphs.assert_same(graphs.run(program, values), numbers, exact=True)
+
+
 def test_too_low_a_limit_names_the_units_that_compute() -> None:
     """The embedding is tied to the head: the root is in use from first to last."""
     said = (
