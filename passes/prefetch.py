@@ -21,11 +21,12 @@ Ahead = int | Literal["pre", "post"]
 class Prefetch:
     """Launch a bucket's all-gather while an earlier one computes; wait for a reduction late.
 
-    The launch of the k-th unshard of a phase moves after the wait of the (k-d)-th, so that it is
-    in flight while that computes, together with the casts and loads that it sends. Where a unit
-    says which ones are launched when it is unsharded (`Unit.ahead`), it is those. The wait of
-    a reduction moves before the next reduction, or to the end of backward, and what follows it
-    (an all-reduce, a copy to the CPU) with it: at most one of each is in flight.
+    The launch of an unshard, with the casts and loads that it sends, moves to where the unit `d`
+    places before it begins to compute: after the wait of that, or, of a unit that has stayed
+    unsharded since forward, before its first operator. It is in flight while that computes. Where
+    a unit says which ones are launched then (`Unit.ahead`), it is those. The wait of a reduction
+    moves before the next reduction, or to the end of backward, and what follows it (an all-reduce,
+    a copy to the CPU) with it: at most one of each is in flight.
 
     "pre" and "post" are FSDP1's modes (torch/distributed/fsdp/_runtime_utils.py,
     ``_pre_backward_hook`` and ``_post_backward_reshard``): "pre" is a depth of 1; with "post" the
@@ -37,7 +38,7 @@ class Prefetch:
 
     Attributes:
         forward: buckets ahead in forward (0: launch and wait stay together), "pre" or "post".
-        backward: the same in backward.
+        backward: the same in backward. A bucket that stayed unsharded counts, as in FSDP2.
         max_inflight: how many buckets may be unsharded, from launch to last reader; None: any.
 
     Before::
@@ -99,8 +100,23 @@ def by_bucket(program: Program, launches: list[fx.Node]) -> list[list[fx.Node]]:
     return [list(group) for _, group in itertools.groupby(launches, bucket.__getitem__)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Where parameters are unsharded and their unit begins to compute: launches may be placed here.
+
+    Attributes:
+        unit: index of the unit.
+        launches: of the bucket that is waited for here; none if the unit has stayed unsharded.
+        first: the first operator of such a unit in the phase.
+    """
+
+    unit: int
+    launches: tuple[fx.Node, ...] = ()
+    first: fx.Node | None = None
+
+
 def advance_launches(program: Program, phase: tags.Phase, depth: int) -> int:
-    """Move each launch, and what it sends, after the wait of the bucket that it follows.
+    """Move each launch, and what it sends, to the stop that it follows.
 
     The launches of one bucket stand together, also where they are not moved.
 
@@ -111,43 +127,90 @@ def advance_launches(program: Program, phase: tags.Phase, depth: int) -> int:
     launches = [n for n in nodes if transfers.is_unshard(n)]
     chains = chains_of(nodes, launches)
     waits = {tags.get(n).pair: n for n in nodes if n.target is ops.wait}
-    buckets = by_bucket(program, launches)
-    follow = followers(program, phase, buckets, depth)
+    stops = stops_of(program, phase, by_bucket(program, launches), waits)
+    follow = followers(program, phase, stops, depth)
     moved = {k for following in follow.values() for k in following}
-    for k, bucket in enumerate(buckets):
+    for k, stop in enumerate(stops):
         if k not in moved:
-            for first, second in itertools.pairwise(bucket):
+            for first, second in itertools.pairwise(stop.launches):
                 move_after(chains[first][-1], chains[second])
     for k, following in follow.items():
-        before = buckets[k][-1]
-        readers = [user for item in transfers.packed_results(before) for user in item.users]
-        unpacked = [item for user in readers if user.target is ops.unpack for item in user.users]
-        anchor = unpacked[-1] if unpacked else waits[tags.get(before).pair]
-        move_after(anchor, [n for i in following for launch in buckets[i] for n in chains[launch]])
+        chain = [node for i in following for launch in stops[i].launches for node in chains[launch]]
+        move_after(anchor_of(stops[k], waits), chain)
     by = {i: k for k, following in follow.items() for i in following}
     return max((sum(by[i] <= k < i for i in by) for k in follow), default=0)
 
 
-def followers(
-    program: Program, phase: tags.Phase, buckets: list[list[fx.Node]], depth: int
-) -> dict[int, list[int]]:
-    """Number of a bucket in the phase -> the later ones that are launched after its wait, in order.
+def stops_of(
+    program: Program,
+    phase: tags.Phase,
+    buckets: list[list[fx.Node]],
+    waits: dict[int | None, fx.Node],
+) -> list[Stop]:
+    """The stops of a phase in their order: its buckets, and the units that stayed unsharded.
 
-    The ones that its unit asks for (`Unit.ahead`), or else the one `depth` buckets later; after the
+    Where ranks differ, the latter begin elsewhere on other ranks, between other collectives.
+    """
+    order = {node: i for i, node in enumerate(program.phase(phase))}
+    stops: list[tuple[int, Stop]] = []
+    for bucket in buckets:
+        at = min(order[waits[tags.get(launch).pair]] for launch in bucket)
+        stops.append((at, Stop(tags.get(bucket[0]).unit or 0, tuple(bucket))))
+    if phase == "backward" and buckets and program.common is None:
+        gathered = {stop.unit for _, stop in stops}
+        left = [units for units in stayed(program) if not units & gathered]
+        for node, at in order.items():
+            unit = tags.get(node).unit
+            if any(unit in units for units in left):
+                left = [units for units in left if unit not in units]
+                stops.append((at, Stop(unit or 0, first=node)))
+    return [stop for _, stop in sorted(stops, key=lambda stop: stop[0])]
+
+
+def stayed(program: Program) -> list[set[int]]:
+    """Per bucket that forward unshards and leaves so for backward, the units that it is of."""
+    launches = [n for n in program.phase("forward") if transfers.is_unshard(n)]
+    there = {
+        fqn for n in launches for item in transfers.unsharded(n) if (fqn := tags.get(item).fqn)
+    }
+    found: list[set[int]] = []
+    for bucket in program.moving:
+        units = {program.params[fqn].unit for fqn in bucket.fqns if fqn in there}
+        if units and all(program.units[unit].reshard is False for unit in units):
+            found.append(units)
+    return found
+
+
+def anchor_of(stop: Stop, waits: dict[int | None, fx.Node]) -> fx.Node:
+    """The node after which what follows `stop` is launched."""
+    if stop.first is not None:
+        return stop.first.prev
+    last = stop.launches[-1]
+    readers = [user for item in transfers.packed_results(last) for user in item.users]
+    unpacked = [item for user in readers if user.target is ops.unpack for item in user.users]
+    return unpacked[-1] if unpacked else waits[tags.get(last).pair]
+
+
+def followers(
+    program: Program, phase: tags.Phase, stops: list[Stop], depth: int
+) -> dict[int, list[int]]:
+    """Number of a stop in the phase -> the later ones whose buckets are launched at it, in order.
+
+    The ones that its unit asks for (`Unit.ahead`), or else the one `depth` stops later; at the
     first one all until there. Each is launched once, by the first that it follows.
     """
-    units = [tags.get(bucket[0]).unit or 0 for bucket in buckets]
     taken: set[int] = set()
     found: dict[int, list[int]] = {}
-    for k, number in enumerate(units):
-        asked = program.units[number].ahead[phase]
+    for k, stop in enumerate(stops):
+        asked = program.units[stop.unit].ahead[phase]
         if asked:
             index = index_of(program.units)
             wanted = [index[fqn] for fqn in asked if fqn in index]
-            mine = [i for each in wanted for i, unit in enumerate(units) if unit == each]
+            mine = [i for each in wanted for i, other in enumerate(stops) if other.unit == each]
         else:
             mine = list(range(1 if k == 0 else k + depth, k + depth + 1)) if depth else []
-        found[k] = [i for i in mine if k < i < len(buckets) and i not in taken]
+        mine = [i for i in mine if k < i < len(stops) and stops[i].launches]
+        found[k] = [i for i in mine if i not in taken]
         taken.update(found[k])
     return {k: following for k, following in found.items() if following}
 

@@ -182,7 +182,7 @@ def configured(
     program: Program,
     *,
     precision: Precision = FULL,
-    reshard: bool | int = True,
+    reshard: bool | int | dict[str, bool | int] = True,
     ignored: Sequence[str] = (),
     columns: bool = False,
     **attributes: Any,
@@ -191,7 +191,7 @@ def configured(
 
     Args:
         program: computes in ``precision.param_dtype`` if there is one; what it stores is fp32 then.
-        precision, reshard: of all its units.
+        precision, reshard: of all its units; `reshard` also by FQN, and True of the others.
         ignored: FQNs of parameters that are not sharded.
         columns: matrices are sharded along dimension 1.
         attributes: of the program: ``replicas``, ``offloaded``, ``sync``, ...
@@ -211,7 +211,8 @@ def configured(
             params = tuple(dataclasses.replace(p, shard_dim=int(len(p.shape) > 1)) for p in params)
         out = tuple(p for p in params if p.fqn in ignored)
         params = tuple(p for p in params if p.fqn not in ignored)
-        unit = dataclasses.replace(unit, params=params, ignored=out, reshard=reshard)
+        own = reshard.get(unit.fqn, True) if isinstance(reshard, dict) else reshard
+        unit = dataclasses.replace(unit, params=params, ignored=out, reshard=own)
         units.append(with_precision(unit, precision))
     return dataclasses.replace(program, units=tuple(units), **attributes)
 

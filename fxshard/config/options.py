@@ -106,7 +106,8 @@ class Options(TypedDict, total=False):
     """
 
     backward_prefetch: int | Prefetched | BackwardPrefetch | None
-    """The same in backward; "pre" is 1; "post" launches after the compute of the unit before and
+    """The same in backward, where units that stayed unsharded count too: while they compute, the
+    next one is gathered. "pre" is 1; "post" launches after the compute of the unit before and
     before its reduction, which it overlaps; torch's `BackwardPrefetch` is accepted.
     """
 

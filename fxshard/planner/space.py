@@ -19,6 +19,7 @@ from fxshard.ir.program import Program
 BF16 = torch.bfloat16
 RESHARD = "reshard_after_forward"
 SHARDING = ("strategy", RESHARD, "world_size")
+ROOT_STAYS = {"": False}  # of `RESHARD`: all but the root, whose gather in backward nothing hides
 PREFETCH = ("forward_prefetch", "backward_prefetch")
 # Options that are chosen together: if one is given, none of them is searched.
 ACTIVATIONS = ("offload_activations",)
@@ -84,7 +85,9 @@ def value_text(name: str, value: Any) -> str:
         policy = Precision.of(value)
         dtypes = {policy.param_dtype: "", policy.reduce_dtype: " reduced"}
         return ", ".join(f"{str(d)[6:]}{what}" for d, what in dtypes.items() if d is not None)
-    return f"{'reshard' if name == RESHARD else name}={value}"
+    if name == RESHARD:
+        return f"reshard={'all but root' if value == ROOT_STAYS else value}"
+    return f"{name}={value}"
 
 
 def given_space(space: Mapping[str, Iterable[Any]] | None) -> dict[str, list[Any]]:
@@ -123,7 +126,8 @@ def schedules(config: Config, program: Program) -> list[Choice]:
         return [{}]
     reshards: list[Choice] = [{}]
     if not config.given & {"strategy", RESHARD}:
-        reshards = [{RESHARD: True}, {RESHARD: False}]
+        root = [{RESHARD: dict(ROOT_STAYS)}] if len(program.units) > 1 else []
+        reshards = [{RESHARD: True}, *root, {RESHARD: False}]
     free = [name for name in reversed(PREFETCH) if name not in config.given]
     found = _combined([reshards, _depths(free)])
     return sorted(found, key=lambda each: any(getattr(config, n) != each[n] for n in free))
@@ -181,7 +185,7 @@ def _default(
 ) -> list[Choice]:
     """The choices of one dimension, the fastest with unlimited memory first."""
     if names == SHARDING:
-        return _shardings(world_size, node)
+        return _shardings(world_size, node, units)
     if names == PREFETCH:
         return _depths(names)
     if names == ("mixed_precision",):
@@ -196,7 +200,7 @@ def _default(
     return [{"offload": None}, {"offload": CPUOffloadPolicy()}]
 
 
-def _shardings(world_size: int | tuple[int, int], node: int) -> list[Choice]:
+def _shardings(world_size: int | tuple[int, int], node: int, units: int) -> list[Choice]:
     if isinstance(world_size, tuple):
         return [{"strategy": name} for name in ("hybrid_shard_zero2", "hybrid_shard")]
     if world_size == 1:
@@ -211,4 +215,6 @@ def _shardings(world_size: int | tuple[int, int], node: int) -> list[Choice]:
     found.append({"strategy": "shard_grad_op"})
     if by_node:
         found.append({"strategy": "full_shard", RESHARD: node})
+    if units > 1:
+        found.append({"strategy": "full_shard", RESHARD: dict(ROOT_STAYS)})
     return [*found, {"strategy": "full_shard"}]

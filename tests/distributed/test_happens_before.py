@@ -43,13 +43,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reshard_2_of_4": APART | {"mesh": (4,), "reshard_after_forward": 2},
     "columns": APART | {"mesh": (4,), "reshard_after_forward": 2, "shard_placement_fn": columns},
     "kept": HALF | {"reshard_after_forward": False},
+    "root_kept": HALF | {"reshard_after_forward": {"": False}},
     "no_shard": {"strategy": "no_shard"},
     "recomputed": HALF | {"checkpoint": "full"},
     "activations": APART | ACTIVATIONS,
     "activations_recomputed": HALF | ACTIVATIONS | OFFLOAD | {"checkpoint": "full"},
 }
 QUICK = ("half_apart", "activations")
-FAST = ["half_apart", "prefetch_2", "offload", "hybrid", "columns", "recomputed", "activations"]
+FAST = [
+    *("half_apart", "prefetch_2", "offload", "hybrid", "columns", "recomputed", "activations"),
+    "root_kept",
+]
 
 
 class Block(nn.Module):

@@ -407,6 +407,7 @@ CASES: dict[str, tuple[pipeline.Pass, Build]] = {
         ("prefetch", "depth_2", Prefetch(2, 2), partial(graphs.chain, 3)),
         ("prefetch", "post", Prefetch("post", "post"), graphs.layered),
         ("prefetch", "max_inflight", Prefetch(3, 3, max_inflight=2), partial(graphs.chain, 3)),
+        ("prefetch", "stayed", Prefetch(1, 1), partial(graphs.chain, 3, reshard={"": False})),
         ("prefetch", "hybrid_offload", None, partial(graphs.chain, replicas=2, offloaded=True)),
         ("insert_step", "chain", InsertStep(), partial(graphs.chain, optimizer_in_backward=True)),
         ("begin_backward", "chain", BeginBackward(), lambda: graphs.chain(whole=True)),

@@ -1,18 +1,21 @@
 """Prefetch: where a gather is launched, how much may be unsharded, what grows with depth."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import BackwardPrefetch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard import pipeline, verify
 from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, VerifyError
-from fxshard.ir import ops, tags
+from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Program
 from fxshard.memory.category import CATEGORIES, Category
 from tests import fsdp2, graphs
@@ -21,6 +24,8 @@ from tests.zoo import MODELS
 
 MODES: list[Any] = [0, 1, 2, "pre", "post"]
 Options = dict[str, Any]
+Ahead = dict[str, tuple[str, ...]]
+ROOT_KEPT: Options = {"reshard_after_forward": {"": False}}  # as FSDP2 does by default
 
 
 def both(mode: Any) -> Options:
@@ -71,13 +76,28 @@ def rewritten(program: Program, **options: Any) -> Program:
     return program
 
 
-def backward(**options: Any) -> str:
+def backward(kept: Sequence[str] = (), ahead: Ahead | None = None, **options: Any) -> str:
     """Backward of three layers and their root in words: g2 launches the gather of layer 2, w2 waits
-    for it, c2 computes, f2 frees, r2 reduces, d2 is done with that. The root is h.
+    for it, c2 computes, f2 frees, r2 reduces, d2 is done with that. The root is h; ch is left out
+    unless it is `kept`.
 
     Gradients are made in the order of the text: of a layer that of its input first.
+
+    Args:
+        kept: FQNs of the units that stay unsharded after forward.
+        ahead: FQN of a unit -> those that it gathers ahead in backward.
+        options: of the passes.
     """
-    program = graphs.layered(3)
+    program = graphs.layered(3, reshard=dict.fromkeys(kept, False))
+    units = [
+        dataclasses.replace(unit, backward_ahead=(ahead or {}).get(unit.fqn, ()))
+        for unit in program.units
+    ]
+    return in_words(dataclasses.replace(program, units=tuple(units)), "" in kept, **options)
+
+
+def in_words(program: Program, root: bool = False, **options: Any) -> str:
+    """`backward` of a program that no pass has touched; with `root`, where that computes too."""
     passes = pipeline.default_passes(Config(**options))
     passes = [step for step in passes if step.name != "order-gradients"]
     pipeline.run(program, passes, check_each=True)
@@ -92,7 +112,7 @@ def backward(**options: Any) -> str:
             words.append(("w" if gathers else "d") + of)
         elif node.target in names and (node.target is not ops.free or gathers):
             words.append(names[node.target] + of)
-        elif tag.role == "compute" and tag.unit and words[-1] != "c" + of:
+        elif tag.role == "compute" and (tag.unit or root) and words[-1:] != ["c" + of]:
             words.append("c" + of)
     return " ".join(words)
 
@@ -107,6 +127,81 @@ def test_order_by_hand() -> None:
     assert backward(**both(1)) == backward(**both("pre")) == one
     assert backward(**both(2)) == two
     assert backward(**both("post")) == post
+
+
+def test_a_unit_that_stayed_unsharded_is_a_place_to_launch() -> None:
+    """The last layer is gathered while the root computes, which nothing is gathered for."""
+    root = ("",)
+    none = "ch fh g2 w2 c2 f2 c2 r2 g1 w1 c1 f1 c1 d2 r1 g0 w0 c0 f0 c0 d1 r0 ch d0 rh dh"
+    one = "g2 ch fh w2 g1 c2 f2 c2 r2 w1 g0 c1 f1 c1 d2 r1 w0 c0 f0 c0 d1 r0 ch d0 rh dh"
+    two = "g2 g1 ch fh w2 g0 c2 f2 c2 r2 w1 c1 f1 c1 d2 r1 w0 c0 f0 c0 d1 r0 ch d0 rh dh"
+    assert backward(root, **both(0)) == none
+    assert backward(root, **both(1)) == backward(root, **both("pre")) == one
+    assert backward(root, **both(2)) == two
+
+
+def test_a_layer_that_stayed_unsharded_is_a_place_to_launch() -> None:
+    middle = ("layers.1",)
+    one = "gh wh g2 fh w2 c2 f2 c2 r2 g0 c1 f1 c1 d2 r1 w0 c0 f0 c0 d1 r0 d0 rh dh"
+    two = "gh wh g2 fh w2 g0 c2 f2 c2 r2 c1 f1 c1 d2 r1 w0 c0 f0 c0 d1 r0 d0 rh dh"
+    assert backward(middle, **both(1)) == one
+    assert backward(middle, **both(2)) == two
+    assert backward(("", "layers.2"), **both(1)).startswith("ch fh g1 c2 f2 c2 r2 w1 g0 c1")
+
+
+def test_a_unit_that_stayed_unsharded_says_what_is_gathered_ahead() -> None:
+    words = backward(("",), {"": ("layers.1", "layers.2"), "layers.2": ("layers.0",)})
+    assert words.startswith("g1 g2 ch fh w2 g0 c2 f2 c2 r2 w1 c1")
+
+
+def test_what_ranks_agree_on_is_not_launched_where_one_of_them_computes() -> None:
+    """The first operator of a unit may stand elsewhere on other ranks."""
+    program = graphs.layered(3, reshard={"": False})
+    alone = rewritten(graphs.layered(3, reshard={"": False}), ranks_may_differ=True)
+    program.common = alone.needs
+    assert in_words(program, root=True, ranks_may_differ=True).startswith("ch fh c2 g2 w2 g1 c2")
+
+
+def test_a_bucket_of_layers_that_stayed_unsharded_is_one_place() -> None:
+    """Two layers in one bucket begin, in backward, where the later one of them does."""
+    program = graphs.chain(4, reshard={"layers.2": False, "layers.3": False})
+    rewritten(program, min_bucket_bytes=2 * 64)
+    _, launch = (n for n in program.phase("backward") if transfers.is_unshard(n))
+    begins = next(n for n in program.phase("backward") if tags.get(n).module == "layers.3")
+    assert program.units[tags.get(launch).unit or 0].fqn == "layers.1"
+    assert launch < begins < waits_of(program, launch)
+
+
+class Issued(TorchDispatchMode):
+    """Matrix products and all-gathers, in the order in which the thread issues them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if "allgather" in name:
+            self.words.append("gather")
+        elif name in ("aten::mm", "aten::addmm", "aten::mm.out", "aten::addmm.out"):
+            self.words.append("product")
+        return func(*args, **kwargs or {})
+
+
+def issued(rank: int, world_size: int) -> list[str]:
+    """By backward of a head and three layers, of which the first needs no weight."""
+    model = fxshard.compile(Deep(3), units=["layers.*"], **ROOT_KEPT)
+    for _ in range(2):
+        loss = model(torch.ones(4, 8)).sum()
+        with Issued() as seen:
+            loss.backward()
+    return seen.words
+
+
+def test_ranks_gather_the_last_layer_before_the_head_is_differentiated(ranks: Any) -> None:
+    gather, layer = "gather", ["product", "product"]
+    words = [gather, *layer, gather, *layer, *layer, "product"]
+    assert ranks(2).run(issued) == [words] * 2
 
 
 # -- how much is unsharded ------------------------------------------------------------------------
@@ -164,6 +259,16 @@ def test_numbers_with_a_limit() -> None:
         numbers = graphs.run(program, values)
         rewritten(program, **both(4), max_inflight=limit)
         graphs.assert_same(graphs.run(program, values), numbers, exact=True)
+
+
+@pytest.mark.parametrize("kept", [("",), ("layers.1",), ("", "layers.2"), ("layers.1", "layers.2")])
+@pytest.mark.parametrize("more", [{}, {"max_inflight": 4}, {"backward_prefetch": "post"}], ids=str)
+def test_numbers_where_units_stay_unsharded(kept: tuple[str, ...], more: Options) -> None:
+    program = graphs.layered(3, reshard=dict.fromkeys(kept, False))
+    values = graphs.random_values(program)
+    numbers = graphs.run(program, values)
+    rewritten(program, **both(2) | more)
+    graphs.assert_same(graphs.run(program, values), numbers, exact=True)
 
 
 def test_too_low_a_limit_names_the_units_that_compute() -> None:
@@ -282,13 +387,17 @@ def like_fsdp2(rank: int, world_size: int, options: Options) -> None:
         both("post"),
         {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "max_inflight": 2},
         both(9) | {"max_inflight": 3},
+        ROOT_KEPT,
+        ROOT_KEPT | both(2) | {"max_inflight": 3},
     ],
 )
 def test_bitwise_with_fsdp2(ranks: Any, options: Options) -> None:
     ranks(2).run(like_fsdp2, options)
 
 
-@pytest.mark.parametrize("options", [both("post"), both(9) | {"max_inflight": 2}])
+@pytest.mark.parametrize(
+    "options", [both("post"), both(9) | {"max_inflight": 2}, ROOT_KEPT, ROOT_KEPT | both(2)]
+)
 def test_static_equals_measured(options: Options) -> None:
     case = MODELS["mlp13"]
     args, kwargs = case.batch(0, 0)

@@ -14,7 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
 from fxshard.cli.main import main
+from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, DoesNotFitError, FxshardError
+from fxshard.planner.space import schedules
 from fxshard.plans.plan import Plan
 from tests.zoo.models import Transformer
 
@@ -125,7 +127,7 @@ def grid(plan: Plan, options: dict[str, Any], budgets: int) -> Iterator[dict[str
     saved = sum(each.bytes for each in plan.memory.kept_for_backward())
     points = [saved * i // budgets for i in range(1, budgets + 1)]
     free: dict[str, list[Any]] = {
-        "reshard_after_forward": [True, False],
+        "reshard_after_forward": [True, {"": False}, False],
         "forward_prefetch": [0, 1, 2],
         "backward_prefetch": [0, 1, 2],
         "checkpoint": [None, "selective", "full", *points] if len(plan.units) > 1 else [None],
@@ -207,6 +209,16 @@ def stack() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     model = Mlp(draw)
     model.layers = nn.ModuleList(Layer(model.dim, 64, 0.2, torch.tanh) for _ in range(2))
     return model, (torch.randn(100, model.dim),), {"world_size": 2, "optimizer": adamw}
+
+
+def test_all_but_the_root_is_tried_where_there_is_more_than_a_root() -> None:
+    """Of a model of one unit it is what is unsharded until backward."""
+    model, args, options = stack()
+    for units, values in ((None, [True, {"": False}, False]), ([], [True, False])):
+        plan = fxshard.plan(model, args, **options, units=units)
+        found = [each["reshard_after_forward"] for each in schedules(Config(), plan.program)]
+        assert found[: len(values)] == values, "with the default prefetch"
+        assert len(found) == 3 * len(values)
 
 
 def test_what_the_user_gives_stays() -> None:

@@ -22,6 +22,7 @@ from fxshard.memory.views import html, plots
 from fxshard.memory.views.plots import Dot
 from fxshard.planner import bounds
 from fxshard.planner.result import Tuning
+from fxshard.planner.space import candidates
 from fxshard.plans.plan import make_plan
 from fxshard.plans.workload import Workload
 from tests import captures
@@ -378,15 +379,46 @@ class Wide(nn.Module):
 def test_the_default_space_has_all_that_is_left_open() -> None:
     result = tuned("1GiB", space=None, world_size=16, batches=None, plans=2)
     names = ("strategy", "checkpoint", "forward_prefetch", "mixed_precision", "offload")
-    names = (*names, "offload_activations")
-    seen = {n: {repr(t.options[n]) for t in result.trials} for n in names}
-    assert [len(seen[name]) for name in names] == [5, 3, 3, 3, 2, 2]
+    names = (*names, "offload_activations", "reshard_after_forward")
+    seen = {n: {repr(t.options.get(n)) for t in result.trials} for n in names}
+    assert [len(seen[name]) for name in names] == [5, 3, 3, 3, 2, 2, 3]
+    assert seen["reshard_after_forward"] == {"None", "8", "{'': False}"}
     assert {t.world_size for t in result.trials} == {16, (2, 8)}
     assert {t.batch for t in result.trials} == {2 << power for power in range(9)}
     fixed = tuned("1GiB", space=None, strategy="full_shard", checkpoint="full", plans=2)
     assert {t.options["strategy"] for t in fixed.trials} == {"full_shard"}
     assert {t.options["checkpoint"] for t in fixed.trials} == {"full"}
     assert len({t.options["backward_prefetch"] for t in fixed.trials}) == 3
+
+
+def test_all_but_the_root_is_resharded_where_there_is_more_than_a_root() -> None:
+    """Of a model of one unit it would be shard_grad_op."""
+    space = ONE | {"backward_prefetch": [1]}
+    texts = [
+        [each.text for each in candidates(Config(), 4, 8, units, [None], space)] for units in (1, 2)
+    ]
+    assert texts[0] == [
+        "no_shard, prefetch=1",
+        "shard_grad_op, prefetch=1",
+        "full_shard, prefetch=1",
+    ]
+    assert {*texts[1]} - {*texts[0]} == {"full_shard, reshard=all but root, prefetch=1"}
+    assert len(texts[1]) == len(texts[0]) + 1
+
+
+def test_all_but_the_root_is_what_is_planned_alone() -> None:
+    root: dict[str, Any] = {"reshard_after_forward": {"": False}, "strategy": "full_shard"}
+    space = ONE | {name: [value] for name, value in root.items()}
+    result = tuned("1GiB", space=space, batches=[2])
+    with captures.sharing(True):
+        call = (torch.zeros(2, 64),)
+        alone = fxshard.plan(
+            Blocks(), call, world_size=4, optimizer=adamw, forward_prefetch=1, dynamic=OPEN, **root
+        )
+    best = result.best
+    assert best.options["reshard_after_forward"] == {"": False}
+    assert best.peak_bytes == max(alone.memory.peak_bytes, alone.memory.first_step_peak_bytes)
+    assert best.step_time == alone.estimate("h100").step_seconds
 
 
 @pytest.mark.parametrize(
