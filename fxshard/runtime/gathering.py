@@ -23,15 +23,16 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd, modes, optimizers, trees
+from fxshard._torch import autograd, modes, optimizers, transforms, trees
 from fxshard._torch import dtensors as torch_dtensors
 from fxshard._torch.dtensors import sharded_like
+from fxshard.capture import refusals
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
 from fxshard.runtime import dtensors, full_matrices
@@ -69,6 +70,14 @@ class GatheringTensor(DTensor):
         with autograd.plain_torch_functions():
             return _called(func, args, kwargs or {})
 
+    def full_tensor(self, **options: Any) -> Tensor:
+        """As DTensor's; inside of a transform of torch.func it is a constant of the transform."""
+        runtime, _ = _origin(self)
+        if runtime is not None:
+            refusals.check_runs(runtime.model)
+        with transforms.outside() if transforms.transforming() else contextlib.nullcontext():
+            return super().full_tensor(**options)
+
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:
         made = torch_dtensors.unflattened(*args)
@@ -100,6 +109,10 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _accessed(func, name, attribute, args, kwargs)
     if name == "__deepcopy__":
         return _deepcopied(*args, **kwargs)
+    if name == "_make_dual" and transforms.transforming():
+        for tensor in _tensors((args, kwargs)):  # jvp takes its arguments apart so
+            if isinstance(tensor, GatheringTensor):
+                _refuse_transform(tensor, "differentiates")
     _refuse_into_views(name, args, kwargs)
     tensors = _tensors((args, kwargs))
     if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
@@ -122,6 +135,22 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unsharded = {id(tensor): _unsharded(tensor) for tensor in sharded}
     found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
     return _marked(found, unsharded, sharded[0])
+
+
+def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
+    """A transform of torch.func takes a sharded parameter apart, as its argument.
+
+    Raises:
+        StepError: always.
+    """
+    raise StepError(
+        f"a transform of torch.func {verb} {_named(tensor)}, which is sharded, as its argument: what comes "
+        f"out would be made of this rank's rows or of this rank's batch, and is reduced by nobody. "
+        f"For gradients over all ranks call loss.backward(), or torch.autograd.grad(loss, "
+        f"parameters). For what this rank's batch alone gives, transform a function of plain "
+        f"copies: {{name: p.detach().full_tensor() for name, p in model.named_parameters()}}. What "
+        f"is no subject of the transform may be read in it, or be another argument of it."
+    )
 
 
 def _tried_on_shards(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -174,16 +203,21 @@ def _refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
 
 def _as_views(found: Any, of: Iterable[Tensor], place: Any) -> Any:
     """`found`, in which tensors that share memory with any of `of` are made `CopiedView`."""
-    known = {tensor.untyped_storage()._cdata for tensor in of}
+    known = {key for tensor in of for key in _memory(tensor)}
     if _is_array(found):
         found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
     leaves, spec = trees.tree_flatten(found)
     for i, leaf in enumerate(leaves):
-        if type(leaf) is Tensor and leaf.untyped_storage()._cdata in known:
+        if type(leaf) is Tensor and not known.isdisjoint(_memory(leaf)):
             leaves[i] = leaf.as_subclass(CopiedView)
             setattr(leaves[i], PLACE, place)
     return trees.tree_unflatten(leaves, spec)
+
+
+def _memory(tensor: Tensor) -> set[int]:
+    """The storages of a tensor, below transforms of torch.func that run."""
+    return {each.untyped_storage()._cdata for each in transforms.in_memory(tensor)}
 
 
 def _is_array(found: Any) -> bool:
@@ -195,6 +229,7 @@ def let_gather(runtime: Runtime) -> None:
     """Make the sharded parameters of a model `GatheringTensor`; call it again for new ones."""
     if isinstance(runtime.world, C10dWorld):
         full_matrices.let_step()
+        transforms.keep_out(GatheringTensor, _refuse_transform)
         for fqn, slot in runtime.slots.items():
             tensor: Any = slot.tensor
             if type(tensor) in (DTensor, GatheringTensor):  # the latter may be of an inner model's
@@ -450,10 +485,15 @@ def _refuse_copy(tensor: DTensor, name: str) -> None:
         raise _lost(tensor, name)
 
 
-def _lost(tensor: Tensor, name: str) -> StepError:
+def _named(tensor: Tensor) -> str:
+    """The parameter that a tensor is, or was made of."""
     _, fqn = getattr(tensor, PLACE, (None, ""))
+    return f"parameter {fqn!r}" if fqn else "a parameter"
+
+
+def _lost(tensor: Tensor, name: str) -> StepError:
     return StepError(
-        f"{name} writes into a part of {'parameter ' + repr(fqn) if fqn else 'a parameter'} "
+        f"{name} writes into a part of {_named(tensor)} "
         f"that is a copy here, as the parameter is sharded: it would be lost. Write with an "
         f"index (param[...] = value), or inside of model.summon_full_params()."
     )
@@ -461,7 +501,7 @@ def _lost(tensor: Tensor, name: str) -> StepError:
 
 def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
     """`found`, the result of a function on unsharded tensors; views of these are marked copies."""
-    known = {full.untyped_storage()._cdata for full in unsharded.values()}
+    known = {key for full in unsharded.values() for key in _memory(full)}
     if _is_array(found):
         _, slot = _origin(of)
         if slot is not None and _storage(of)._cdata == slot.local.untyped_storage()._cdata:
@@ -471,6 +511,8 @@ def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.requires_grad:
             continue
+        if transforms.is_transformed(leaf):
+            continue  # `_as_views` marks it
         if leaf.untyped_storage()._cdata in known:
             _mark_copy(leaf.untyped_storage())
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
