@@ -68,7 +68,7 @@ def outside() -> contextlib.AbstractContextManager[Any]:
     (torch/_functorch/pyfunctorch.py)
     """
     guard: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
-    return guard
+    return guard if transforming() else contextlib.nullcontext()
 
 
 # Classes whose tensors transforms do not take apart, and what to call where one would.

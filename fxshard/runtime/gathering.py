@@ -57,6 +57,7 @@ _SCALARS = (
     *("item", "tolist", "is_nonzero"),
 )
 _KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
+_OF_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random numbers next
 
 
@@ -75,7 +76,7 @@ class GatheringTensor(DTensor):
         runtime, _ = _origin(self)
         if runtime is not None:
             refusals.check_runs(runtime.model)
-        with transforms.outside() if transforms.transforming() else contextlib.nullcontext():
+        with transforms.outside():
             return super().full_tensor(**options)
 
     @staticmethod
@@ -107,6 +108,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name in _ACCESS and attribute not in _VIEWS:
         return _accessed(func, name, attribute, args, kwargs)
+    if func in _OF_AUTOGRAD:
+        return func(*args, **kwargs)  # asks for gradients, and reads no value
     if name == "__deepcopy__":
         return _deepcopied(*args, **kwargs)
     if name == "_make_dual" and transforms.transforming():
@@ -121,8 +124,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _written_out(func, args, kwargs)
     if _is_in_place(name) and isinstance(tensors[0], DTensor):
         return _written(func, args, kwargs)
-    alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
-    if alone and not _is_scalar(name, tensors):
+    alone = all(isinstance(t, DTensor) for t in tensors)  # a loss, say, differs between ranks
+    if alone and not _is_scalar(name, tensors) and not transforms.transforming():
         with dtensors.undoing() as undo:  # what an attempt in vain has drawn of random numbers
             done, found = _tried_on_shards(func, args, kwargs)
             if done and not (torch.is_grad_enabled() and _computes(found, tensors)):
@@ -267,14 +270,25 @@ def _origin(tensor: Tensor) -> tuple[Runtime | None, Slot | None]:
 
 
 def _unsharded(tensor: Any) -> Tensor:
-    """All rows of a DTensor; collective."""
+    """All rows of a DTensor; collective.
+
+    Raises:
+        CaptureError: see `refusals.check_runs`.
+        StepError: its gradient would be this rank's rows of this rank's own.
+    """
     runtime, slot = _origin(tensor)
     if runtime is None:
         return tensor.full_tensor()
     if slot is not None and slot.tensor is tensor:
         return runtime.read_here(slot)
+    refusals.check_runs(runtime.model)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return tensor.full_tensor()  # unlike `all_rows`, it has a gradient
+        raise StepError(
+            f"a copy of {_named(tensor)} that requires a gradient (of detach().requires_grad_(), "
+            f"or of torch.autograd.functional) is computed with: its gradient would be this rank's "
+            f"rows of what this rank's batch gives, reduced by nobody. Take gradients of the "
+            f"parameter itself; or compute with plain copies, param.detach().full_tensor()."
+        )
     return runtime.all_rows(tensor)
 
 

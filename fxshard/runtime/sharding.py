@@ -158,6 +158,21 @@ class Slot:
             f"model (model.to(...)), or do it before fxshard.compile."
         )
 
+    def let_go(self, before: nn.Parameter) -> None:
+        """Give a parameter whose place another one has taken memory of its own, with its values.
+
+        It may come back: ``functional_call`` puts parameters in the place of others for one call.
+        """
+        now, own = local_part(before), self.local
+        if own.is_meta or now.data_ptr() != own.data_ptr():
+            return
+        if local_part(self.tensor).data_ptr() == own.data_ptr():
+            return  # its detach(), say
+        if isinstance(before, DTensor):
+            dtensors.set_local_tensor(before, dtensors.local_tensor(before).detach().clone())
+        else:
+            before.data = before.detach().clone()
+
     def restore_storage(self) -> None:
         """Put the parameter back on the storage of its shards, if something gave it another.
 

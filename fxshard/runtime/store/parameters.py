@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd, optimizers
+from fxshard._torch import autograd, optimizers, transforms
 from fxshard._torch.dtensors import local_part
 from fxshard.config.precision import Precision
 from fxshard.errors import ConfigError, FxshardError, RankMismatchError, StepError
@@ -335,15 +335,18 @@ class ParameterStore:
         Raises:
             StepError: see `Slot.restore_storage` and `Slot.require_dtensor`.
         """
-        for slot in slots:
-            stays = self.is_own(slot)
-            if not stays and isinstance(self.world, C10dWorld):
-                slot.require_dtensor(self.world)
-            if slot.local.is_meta and not local_part(slot.tensor).is_meta:
-                self.allocate(slot)  # a parameter was put in the place of one on the meta device
-            slot.restore_storage()
-            if not stays:
-                self._take_over(slot)
+        with transforms.outside():
+            for slot in slots:
+                stays = self.is_own(slot)
+                if not stays and isinstance(self.world, C10dWorld):
+                    slot.require_dtensor(self.world)
+                if slot.local.is_meta and not local_part(slot.tensor).is_meta:
+                    self.allocate(slot)  # a parameter was put in the place of one on meta
+                if not stays and (before := self._seen.get(slot.param.fqn)) is not None:
+                    slot.let_go(before)
+                slot.restore_storage()
+                if not stays:
+                    self._take_over(slot)
 
     def _take_over(self, slot: Slot) -> None:
         """Treat the parameter that is there now as the one that was there before."""
