@@ -63,7 +63,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def outside() -> contextlib.AbstractContextManager[Any]:
-    """The block runs outside of all transforms of ``torch.func``.
+    """The block runs outside of all transforms of ``torch.func``, if any runs.
 
     (torch/_functorch/pyfunctorch.py)
     """
@@ -79,7 +79,8 @@ def keep_out(cls: type[Tensor], refuse: Callable[[Tensor, str], None]) -> None:
     """From now on arguments of a class are constants for transforms, as what `func` closes over.
 
     A transform wraps its arguments in tensors of torch's own, so that no ``__torch_function__`` of
-    the class is called with them any more.
+    the class is called with them any more. ``jvp`` makes duals of them before that, by
+    ``_make_dual``, with which it is called.
 
     (torch/_functorch/eager_transforms.py and vmap.py: what ``grad``, ``vjp``, ``jvp``, ``jacrev``,
     ``jacfwd``, ``hessian``, ``functionalize`` and ``vmap`` call by these names)
