@@ -125,10 +125,12 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_in_place(name) and isinstance(tensors[0], DTensor):
         return _written(func, args, kwargs)
     alone = all(isinstance(t, DTensor) for t in tensors)  # a loss, say, differs between ranks
-    if alone and not _is_scalar(name, tensors) and not transforms.transforming():
+    if alone and not _is_scalar(name, tensors):
         with dtensors.undoing() as undo:  # what an attempt in vain has drawn of random numbers
             done, found = _tried_on_shards(func, args, kwargs)
-            if done and not (torch.is_grad_enabled() and _computes(found, tensors)):
+            # A transform wraps what is computed, so that it would not gather itself.
+            followed = torch.is_grad_enabled() or transforms.transforming()
+            if done and not (followed and _computes(found, tensors)):
                 return found if _is_kept(name) else _gathering(found, tensors)
             undo()
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
@@ -289,7 +291,8 @@ def _unsharded(tensor: Any) -> Tensor:
             f"rows of what this rank's batch gives, reduced by nobody. Take gradients of the "
             f"parameter itself; or compute with plain copies, param.detach().full_tensor()."
         )
-    return runtime.all_rows(tensor)
+    with transforms.outside():
+        return runtime.all_rows(tensor)
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -546,9 +549,12 @@ def _is_kept(name: str) -> bool:
 
 
 def _computes(found: Any, given: Sequence[Tensor]) -> bool:
-    """True if a result of an operator on the given tensors requires a gradient."""
+    """True if a result of an operator on the given tensors requires a gradient, or a transform
+    follows it.
+    """
     known = set(map(id, given))
-    return any(t.requires_grad and id(t) not in known for t in _tensors(found))
+    follows = transforms.transforming()
+    return any((follows or t.requires_grad) and id(t) not in known for t in _tensors(found))
 
 
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
