@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch.modes import is_wrapper
-from fxshard._torch.trees import tree_flatten
+from fxshard._torch.trees import TreeSpec, tree_flatten
 
 
 def without_transforms(tensor: Tensor) -> Tensor:
@@ -112,9 +112,15 @@ def _patch() -> None:
         _check([maybe_tensor], "follows")
         return follow(maybe_tensor, level, **options)
 
-    def batched(in_dims: Any, args: Sequence[Any], level: int, spec: Any) -> Any:
-        _check([a for d, a in zip(in_dims, args, strict=True) if d is not None], "batches")
-        return batch(in_dims, args, level, spec)
+    def batched(
+        flat_in_dims: list[int | None],
+        flat_args: list[Any],
+        vmap_level: int,
+        args_spec: TreeSpec,
+    ) -> tuple[Any, ...]:
+        both = zip(flat_in_dims, flat_args, strict=True)
+        _check([arg for dim, arg in both if dim is not None], "batches")
+        return batch(flat_in_dims, flat_args, vmap_level, args_spec)
 
     eager_transforms._wrap_tensor_for_grad = wrapped
     eager_transforms._create_differentiable = differentiable

@@ -124,8 +124,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _written_out(func, args, kwargs)
     if _is_in_place(name) and isinstance(tensors[0], DTensor):
         return _written(func, args, kwargs)
-    alone = all(isinstance(t, DTensor) for t in tensors)  # a loss, say, differs between ranks
-    if alone and not _is_scalar(name, tensors):
+    alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
+    if alone and not _is_mixed_sum(tensors) and not _is_scalar(name, tensors):
         with dtensors.undoing() as undo:  # what an attempt in vain has drawn of random numbers
             done, found = _tried_on_shards(func, args, kwargs)
             # A transform wraps what is computed, so that it would not gather itself.
@@ -149,12 +149,12 @@ def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
         StepError: always.
     """
     raise StepError(
-        f"a transform of torch.func {verb} {_named(tensor)}, which is sharded, as its argument: what comes "
-        f"out would be made of this rank's rows or of this rank's batch, and is reduced by nobody. "
-        f"For gradients over all ranks call loss.backward(), or torch.autograd.grad(loss, "
-        f"parameters). For what this rank's batch alone gives, transform a function of plain "
-        f"copies: {{name: p.detach().full_tensor() for name, p in model.named_parameters()}}. What "
-        f"is no subject of the transform may be read in it, or be another argument of it."
+        f"a transform of torch.func {verb} {_named(tensor)}, which is sharded, as its argument: "
+        f"what comes out would be made of this rank's rows or of this rank's batch, and is reduced "
+        f"by nobody. For gradients over all ranks call loss.backward(), or torch.autograd.grad("
+        f"loss, parameters). For what this rank's batch alone gives, transform a function of plain "
+        f"copies: {{name: p.detach().full_tensor() for name, p in model.named_parameters()}}. "
+        f"Parameters that are not transformed may be read in it, or be other arguments of it."
     )
 
 
@@ -540,6 +540,16 @@ def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
 def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:
     """True if a tensor becomes a Python number."""
     return name in _SCALARS and all(t.numel() == 1 for t in tensors)
+
+
+def _is_mixed_sum(tensors: Sequence[Tensor]) -> bool:
+    """True if a sum that is not added up over ranks meets a plain number, of a rank's loss, say.
+
+    DTensor would multiply each rank's part by that rank's number.
+    """
+    plain = any(not isinstance(t, DTensor) for t in tensors)
+    sums = (p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial())
+    return plain and any(sums)
 
 
 def _is_kept(name: str) -> bool:
