@@ -158,20 +158,20 @@ class Slot:
             f"model (model.to(...)), or do it before fxshard.compile."
         )
 
-    def let_go(self, before: nn.Parameter) -> None:
-        """Give a parameter whose place another one has taken memory of its own, with its values.
+    def let_go(self, before: nn.Parameter | None) -> bool:
+        """True if the parameter that is there now has memory, and so values, of its own.
 
-        It may come back: ``functional_call`` puts parameters in the place of others for one call.
+        The one before it gets memory of its own too, with its values: it may come back, as
+        ``functional_call`` puts parameters in the place of others for one call.
         """
-        now, own = local_part(before), self.local
-        if own.is_meta or now.data_ptr() != own.data_ptr():
-            return
-        if local_part(self.tensor).data_ptr() == own.data_ptr():
-            return  # its detach(), say
-        if isinstance(before, DTensor):
+        own = self.local.data_ptr()
+        if self.local.is_meta or local_part(self.tensor).data_ptr() == own:
+            return False  # the detach() of the one before, say
+        if isinstance(before, DTensor) and local_part(before).data_ptr() == own:
             dtensors.set_local_tensor(before, dtensors.local_tensor(before).detach().clone())
-        else:
+        elif before is not None and local_part(before).data_ptr() == own:
             before.data = before.detach().clone()
+        return True
 
     def restore_storage(self) -> None:
         """Put the parameter back on the storage of its shards, if something gave it another.

@@ -336,6 +336,19 @@ def test_parameters_that_come_back_in_one_process() -> None:
     come_back(0, 2, "in_process")
 
 
+def in_between(rank: int, world_size: int, how: str) -> str:
+    model = fxshard.shard(made("eager", Model)) if how == "shard" else model_of(how)
+    out = functional_call(model, others(model, "trained"), (inputs_of(rank),))
+    model(inputs_of(rank))  # takes the model's own back, and backward reads those that were given
+    return told(lambda: loss(out).backward())
+
+
+@pytest.mark.parametrize("how", [*HOW, "shard"])
+def test_a_call_between_a_functional_call_and_its_backward_is_refused(ranks: Any, how: str) -> None:
+    for said in ranks(2).run(in_between, how):
+        assert "was changed in place between a forward and its backward" in said
+
+
 # -- what else autograd is asked for ---------------------------------------------------------------
 
 

@@ -97,6 +97,7 @@ class ParameterStore:
         self.device: str = self.compute_device()
         self.structure = Structure(self.model)
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
+        self.exchanges: dict[str, int] = {}  # by FQN: how often other values took the place
 
     def _in_full_precision(self) -> bool:
         """True if calls compute as if no unit had a policy."""
@@ -342,8 +343,9 @@ class ParameterStore:
                     slot.require_dtensor(self.world)
                 if slot.local.is_meta and not local_part(slot.tensor).is_meta:
                     self.allocate(slot)  # a parameter was put in the place of one on meta
-                if not stays and (before := self._seen.get(slot.param.fqn)) is not None:
-                    slot.let_go(before)
+                fqn = slot.param.fqn
+                if not stays and slot.let_go(self._seen.get(fqn)):
+                    self.exchanges[fqn] = self.exchanges.get(fqn, 0) + 1
                 slot.restore_storage()
                 if not stays:
                     self._take_over(slot)
@@ -509,7 +511,8 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with; gradients are not copied, as in torch."""
-        return {"accumulated": {}, "partial": {}, "kept": {}, "gathered_in": {}, "_seen": {}}
+        empty = ("accumulated", "partial", "kept", "gathered_in", "exchanges", "_seen")
+        return {name: {} for name in empty}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy in the same world, of the model in `memo`; nothing is communicated or traced."""
