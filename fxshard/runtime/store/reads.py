@@ -67,9 +67,7 @@ class ReadableStore(ParameterStore):
         tensors = [slot.tensor for slot in slots]
         for tensor in tensors:
             optimizers.step_in_backward(tensor)
-        with (
-            transforms.outside()
-        ):  # of torch.func: for a transform of inputs, parameters are constants
+        with transforms.outside():  # for a transform of inputs, parameters are constants
             return list(_Gather.apply(self, slots, dtype, rows, *tensors))
 
     def require_readable(self, slot: Slot) -> None:
