@@ -214,7 +214,7 @@ class Forwards:
         source = self.alive.get(_address(tensor))
         if source is not None:
             size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            now = source.slot.tensor
+            now: Tensor = source.slot.tensor
             before = weakref.ref(now), autograd.version(now), source.exchanges()
             # Not `source` itself, which must die with the memory.
             return functools.partial(
@@ -238,14 +238,14 @@ class Gathered:
 
     slot: Slot
     gather: Callable[[], Tensor]
-    exchanges: Callable[[], int]
+    exchanges: Callable[[], int | None]
 
 
 def _again(
     slot: Slot,
     gather: Callable[[], Tensor],
-    exchanges: Callable[[], int],
-    before: tuple[weakref.ref[Tensor], int, int],
+    exchanges: Callable[[], int | None],
+    before: tuple[weakref.ref[Tensor], int, int | None],
     size: Any,
     stride: Any,
     offset: int,
