@@ -214,10 +214,11 @@ class Forwards:
         source = self.alive.get(_address(tensor))
         if source is not None:
             size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            version = autograd.version(source.slot.tensor)
+            now: Tensor = source.slot.tensor
+            before = weakref.ref(now), autograd.version(now), source.exchanges()
             # Not `source` itself, which must die with the memory.
             return functools.partial(
-                _again, source.slot, source.gather, version, size, stride, offset
+                _again, source.slot, source.gather, source.exchanges, before, size, stride, offset
             )
         if self._around is not None:  # the user's hooks: autograd calls the innermost pair only
             pack, unpack = self._around
@@ -232,21 +233,32 @@ class Gathered:
     Attributes:
         slot: the parameter.
         gather: gathers it again.
+        exchanges: how often the values of another parameter have taken the place of its own.
     """
 
     slot: Slot
     gather: Callable[[], Tensor]
+    exchanges: Callable[[], int | None]
 
 
 def _again(
-    slot: Slot, gather: Callable[[], Tensor], version: int, size: Any, stride: Any, offset: int
+    slot: Slot,
+    gather: Callable[[], Tensor],
+    exchanges: Callable[[], int | None],
+    before: tuple[weakref.ref[Tensor], int, int | None],
+    size: Any,
+    stride: Any,
+    offset: int,
 ) -> Tensor:
     """A view of an unsharded parameter, gathered again.
 
     Raises:
-        StepError: the parameter was changed since it had this version.
+        StepError: the parameter was changed since `before`, or exchanged.
     """
-    if autograd.version(slot.tensor) != version:
+    reference, version, count = before
+    tensor = reference()  # functional_call may have taken it out of the module tree again
+    written = tensor is not None and autograd.version(tensor) != version
+    if written or exchanges() != count:
         raise StepError(
             f"parameter {slot.param.fqn!r} was changed in place between a forward and its "
             f"backward, which reads it. Call backward first (before optimizer.step())."

@@ -23,16 +23,17 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd, modes, optimizers, trees
+from fxshard._torch import autograd, modes, optimizers, transforms, trees
 from fxshard._torch import dtensors as torch_dtensors
 from fxshard._torch.dtensors import sharded_like
+from fxshard.capture import refusals
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
 from fxshard.runtime import dtensors, full_matrices
@@ -59,6 +60,7 @@ _SCALARS = (
 )
 _KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
 _MEMORY = ("__dlpack__", "to_dlpack", "_to_dlpack")
+_OF_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random numbers next
 
 
@@ -71,6 +73,14 @@ class GatheringTensor(DTensor):
     ) -> Any:
         with autograd.plain_torch_functions():
             return _called(func, args, kwargs or {})
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """As DTensor's; inside of a transform of torch.func it is a constant of the transform."""
+        runtime, _ = _origin(self)
+        if runtime is not None:
+            refusals.check_runs(runtime.model)
+        with transforms.outside():
+            return super().full_tensor(**options)
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:
@@ -107,8 +117,14 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name in _ACCESS and attribute not in _VIEWS:
         return _accessed(func, name, attribute, args, kwargs)
+    if func in _OF_AUTOGRAD:
+        return func(*args, **kwargs)  # asks for gradients, and reads no value
     if name == "__deepcopy__":
         return _deepcopied(*args, **kwargs)
+    if name == "_make_dual" and transforms.transforming():
+        for tensor in _tensors((args, kwargs)):  # jvp takes its arguments apart so
+            if isinstance(tensor, GatheringTensor):
+                _refuse_transform(tensor, "differentiates")
     _refuse_into_views(name, args, kwargs)
     tensors = _tensors((args, kwargs))
     _refuse_memory(func, name, tensors)
@@ -119,10 +135,12 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_in_place(name) and isinstance(tensors[0], DTensor):
         return _written(func, args, kwargs)
     alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
-    if alone and not _is_scalar(name, tensors):
+    if alone and not _is_mixed_sum(tensors) and not _is_scalar(name, tensors):
         with dtensors.undoing() as undo:  # what an attempt in vain has drawn of random numbers
             done, found = _tried_on_shards(func, args, kwargs)
-            if done and not (torch.is_grad_enabled() and _computes(found, tensors)):
+            # A transform wraps what is computed, so that it would not gather itself.
+            followed = torch.is_grad_enabled() or transforms.transforming()
+            if done and not (followed and _computes(found, tensors)):
                 return found if _is_kept(name) else _gathering(found, tensors)
             undo()
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
@@ -141,6 +159,22 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if autograd.version(full) != version:
             raise _lost(tensor, name)
     return _marked(found, unsharded, sharded[0])
+
+
+def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
+    """A transform of torch.func takes a sharded parameter apart, as its argument.
+
+    Raises:
+        StepError: always.
+    """
+    raise StepError(
+        f"a transform of torch.func {verb} {_named(tensor)}, which is sharded, as its argument: "
+        f"what comes out would be made of this rank's rows or of this rank's batch, and is reduced "
+        f"by nobody. For gradients over all ranks call loss.backward(), or torch.autograd.grad("
+        f"loss, parameters). For what this rank's batch alone gives, transform a function of plain "
+        f"copies: {{name: p.detach().full_tensor() for name, p in model.named_parameters()}}. "
+        f"Parameters that are not transformed may be read in it, or be other arguments of it."
+    )
 
 
 def _tried_on_shards(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -165,16 +199,12 @@ def _refuse_memory(func: Any, name: str, tensors: Sequence[Tensor]) -> None:
     Collectives of torch.distributed send and write memory; others hand it to another library.
     """
     if name in _MEMORY or getattr(func, "__module__", None) == distributed_c10d.__name__:
+        of = next((t for t in tensors if hasattr(t, PLACE)), tensors[0])
         raise StepError(
-            f"{name} of {_described(tensors)}, which is sharded: this rank holds some of its rows, "
+            f"{name} of {_named(of)}, which is sharded: this rank holds some of its rows, "
             f"and what is written into a copy of it would be lost. Take what is meant: "
             f"param.to_local(), this rank's rows, or param.full_tensor(), a copy of all of them."
         )
-
-
-def _described(tensors: Sequence[Tensor]) -> str:
-    fqns = [fqn for tensor in tensors if (fqn := getattr(tensor, PLACE, (None, ""))[1])]
-    return f"parameter {fqns[0]!r}" if fqns else "a parameter"
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -216,16 +246,21 @@ def _refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
 
 def _as_views(found: Any, of: Iterable[Tensor], place: Any) -> Any:
     """`found`, in which tensors that share memory with any of `of` are made `CopiedView`."""
-    known = {tensor.untyped_storage()._cdata for tensor in of}
+    known = {key for tensor in of for key in _memory(tensor)}
     if _is_array(found):
         found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
     leaves, spec = trees.tree_flatten(found)
     for i, leaf in enumerate(leaves):
-        if type(leaf) is Tensor and leaf.untyped_storage()._cdata in known:
+        if type(leaf) is Tensor and not known.isdisjoint(_memory(leaf)):
             leaves[i] = leaf.as_subclass(CopiedView)
             setattr(leaves[i], PLACE, place)
     return trees.tree_unflatten(leaves, spec)
+
+
+def _memory(tensor: Tensor) -> set[int]:
+    """The storages of a tensor, below transforms of torch.func that run."""
+    return {each.untyped_storage()._cdata for each in transforms.in_memory(tensor)}
 
 
 def _is_array(found: Any) -> bool:
@@ -237,6 +272,7 @@ def let_gather(runtime: Runtime) -> None:
     """Make the sharded parameters of a model `GatheringTensor`; call it again for new ones."""
     if isinstance(runtime.world, C10dWorld):
         full_matrices.let_step()
+        transforms.keep_out(GatheringTensor, _refuse_transform)
         for fqn, slot in runtime.slots.items():
             tensor: Any = slot.tensor
             if type(tensor) in (DTensor, GatheringTensor):  # the latter may be of an inner model's
@@ -274,15 +310,27 @@ def _origin(tensor: Tensor) -> tuple[Runtime | None, Slot | None]:
 
 
 def _unsharded(tensor: Any) -> Tensor:
-    """All rows of a DTensor; collective."""
+    """All rows of a DTensor; collective.
+
+    Raises:
+        CaptureError: see `refusals.check_runs`.
+        StepError: its gradient would be this rank's rows of this rank's own.
+    """
     runtime, slot = _origin(tensor)
     if runtime is None:
         return tensor.full_tensor()
     if slot is not None and slot.tensor is tensor:
         return runtime.read_here(slot)
+    refusals.check_runs(runtime.model)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return tensor.full_tensor()  # unlike `all_rows`, it has a gradient
-    return runtime.all_rows(tensor)
+        raise StepError(
+            f"a copy of {_named(tensor)} that requires a gradient (of detach().requires_grad_(), "
+            f"or of torch.autograd.functional) is computed with: its gradient would be this rank's "
+            f"rows of what this rank's batch gives, reduced by nobody. Take gradients of the "
+            f"parameter itself; or compute with plain copies, param.detach().full_tensor()."
+        )
+    with transforms.outside():
+        return runtime.all_rows(tensor)
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -492,19 +540,23 @@ def _refuse_copy(tensor: DTensor, name: str) -> None:
         raise _lost(tensor, name)
 
 
-def _lost(tensor: Tensor, name: str) -> StepError:
+def _named(tensor: Tensor) -> str:
+    """The parameter that a tensor is, or was made of."""
     _, fqn = getattr(tensor, PLACE, (None, ""))
+    return f"parameter {fqn!r}" if fqn else "a parameter"
+
+
+def _lost(tensor: Tensor, name: str) -> StepError:
     return StepError(
-        f"{name} writes into a part of {'parameter ' + repr(fqn) if fqn else 'a parameter'} "
-        f"that is a copy here, as the parameter is sharded: it would be lost. Write with an "
-        f"index or a method of it (param[...] = value, param.mul_(2)), or inside of "
-        f"model.summon_full_params()."
+        f"{name} writes into a part of {_named(tensor)} that is a copy here, as the parameter is "
+        f"sharded: it would be lost. Write with an index or a method of it (param[...] = value, "
+        f"param.mul_(2)), or inside of model.summon_full_params()."
     )
 
 
 def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
     """`found`, the result of a function on unsharded tensors; views of these are marked copies."""
-    known = {full.untyped_storage()._cdata for full in unsharded.values()}
+    known = {key for full in unsharded.values() for key in _memory(full)}
     if _is_array(found):
         _, slot = _origin(of)
         if slot is not None and _storage(of)._cdata == slot.local.untyped_storage()._cdata:
@@ -514,6 +566,8 @@ def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.requires_grad:
             continue
+        if transforms.is_transformed(leaf):
+            continue  # `_as_views` marks it
         if leaf.untyped_storage()._cdata in known:
             _mark_copy(leaf.untyped_storage())
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
@@ -526,6 +580,16 @@ def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:
     return name in _SCALARS and all(t.numel() == 1 for t in tensors)
 
 
+def _is_mixed_sum(tensors: Sequence[Tensor]) -> bool:
+    """True if a sum that is not added up over ranks meets a plain number, of a rank's loss, say.
+
+    DTensor would multiply each rank's part by that rank's number.
+    """
+    plain = any(not isinstance(t, DTensor) for t in tensors)
+    sums = (p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial())
+    return plain and any(sums)
+
+
 def _is_kept(name: str) -> bool:
     """True for functions whose results stay plain DTensors, as optimizer states must."""
     likes = name.endswith("_like") or name.startswith("new_")
@@ -533,9 +597,12 @@ def _is_kept(name: str) -> bool:
 
 
 def _computes(found: Any, given: Sequence[Tensor]) -> bool:
-    """True if a result of an operator on the given tensors requires a gradient."""
+    """True if a result of an operator on the given tensors requires a gradient, or a transform
+    follows it.
+    """
     known = set(map(id, given))
-    return any(t.requires_grad and id(t) not in known for t in _tensors(found))
+    follows = transforms.transforming()
+    return any((follows or t.requires_grad) and id(t) not in known for t in _tensors(found))
 
 
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:

@@ -39,9 +39,17 @@ def mark(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def was(parameter: nn.Parameter) -> str | None:
-    """The FQN of `parameter` when a sharded one replaced it; None if that has not happened."""
+    """The FQN of `parameter` when another replaced it; None if it is in its place (again)."""
     found: str | None = getattr(parameter, _MARK, None)
-    return found
+    return None if found is None or _is_back(parameter) else found
+
+
+def _is_back(parameter: nn.Parameter) -> bool:
+    """True if a sharded model holds `parameter` again, as after ``functional_call``."""
+    reference, fqn = getattr(parameter, PLACE, (None, ""))
+    runtime = reference() if reference is not None else None
+    slot = runtime.slots.get(fqn) if runtime is not None else None
+    return slot is not None and slot.holds(parameter)
 
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -158,6 +158,21 @@ class Slot:
             f"model (model.to(...)), or do it before fxshard.compile."
         )
 
+    def let_go(self, before: nn.Parameter | None) -> bool:
+        """True if the parameter that is there now has memory, and so values, of its own.
+
+        The one before it gets memory of its own too, with its values: it may come back, as
+        ``functional_call`` puts parameters in the place of others for one call.
+        """
+        own = self.local.data_ptr()
+        if self.local.is_meta or local_part(self.tensor).data_ptr() == own:
+            return False  # the detach() of the one before, say
+        if isinstance(before, DTensor) and local_part(before).data_ptr() == own:
+            dtensors.set_local_tensor(before, dtensors.local_tensor(before).detach().clone())
+        elif before is not None and local_part(before).data_ptr() == own:
+            before.data = before.detach().clone()
+        return True
+
     def restore_storage(self) -> None:
         """Put the parameter back on the storage of its shards, if something gave it another.
 

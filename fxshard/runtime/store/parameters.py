@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd, optimizers
+from fxshard._torch import autograd, optimizers, transforms
 from fxshard._torch.dtensors import local_part
 from fxshard.config.precision import Precision
 from fxshard.errors import ConfigError, FxshardError, RankMismatchError, StepError
@@ -97,6 +97,7 @@ class ParameterStore:
         self.device: str = self.compute_device()
         self.structure = Structure(self.model)
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
+        self.exchanges: dict[str, int] = {}  # by FQN: how often other values took the place
 
     def _in_full_precision(self) -> bool:
         """True if calls compute as if no unit had a policy."""
@@ -335,15 +336,19 @@ class ParameterStore:
         Raises:
             StepError: see `Slot.restore_storage` and `Slot.require_dtensor`.
         """
-        for slot in slots:
-            stays = self.is_own(slot)
-            if not stays and isinstance(self.world, C10dWorld):
-                slot.require_dtensor(self.world)
-            if slot.local.is_meta and not local_part(slot.tensor).is_meta:
-                self.allocate(slot)  # a parameter was put in the place of one on the meta device
-            slot.restore_storage()
-            if not stays:
-                self._take_over(slot)
+        with transforms.outside():
+            for slot in slots:
+                stays = self.is_own(slot)
+                if not stays and isinstance(self.world, C10dWorld):
+                    slot.require_dtensor(self.world)
+                if slot.local.is_meta and not local_part(slot.tensor).is_meta:
+                    self.allocate(slot)  # a parameter was put in the place of one on meta
+                fqn = slot.param.fqn
+                if not stays and slot.let_go(self._seen.get(fqn)):
+                    self.exchanges[fqn] = self.exchanges.get(fqn, 0) + 1
+                slot.restore_storage()
+                if not stays:
+                    self._take_over(slot)
 
     def _take_over(self, slot: Slot) -> None:
         """Treat the parameter that is there now as the one that was there before."""
@@ -506,7 +511,8 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with; gradients are not copied, as in torch."""
-        return {"accumulated": {}, "partial": {}, "kept": {}, "gathered_in": {}, "_seen": {}}
+        empty = ("accumulated", "partial", "kept", "gathered_in", "exchanges", "_seen")
+        return {name: {} for name in empty}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy in the same world, of the model in `memo`; nothing is communicated or traced."""

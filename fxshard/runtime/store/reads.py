@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -68,8 +67,7 @@ class ReadableStore(ParameterStore):
         tensors = [slot.tensor for slot in slots]
         for tensor in tensors:
             optimizers.step_in_backward(tensor)
-        outside = transforms.outside() if transforms.transforming() else contextlib.nullcontext()
-        with outside:  # of torch.func: for a transform of inputs, parameters are constants
+        with transforms.outside():  # for a transform of inputs, parameters are constants
             return list(_Gather.apply(self, slots, dtype, rows, *tensors))
 
     def require_readable(self, slot: Slot) -> None:
@@ -110,7 +108,8 @@ class ReadableStore(ParameterStore):
             full = layout.joined(rows, slot.layout)
             full = full.clone() if full.data_ptr() == slot.shards[0].data_ptr() else full
             again = functools.partial(self._gathered_again, slot, dtype)
-            self.forwards.note(eager.Gathered(slot, again), full)
+            count = functools.partial(self.exchanges.get, slot.param.fqn, 0)
+            self.forwards.note(eager.Gathered(slot, again, count), full)
             found.append(full)
         return found
 

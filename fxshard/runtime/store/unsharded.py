@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd, transforms, trees
 from fxshard.errors import ConfigError, StepError
@@ -166,8 +167,11 @@ class UnshardableStore(ReadableStore):
         ]
 
     def _was_exchanged(self, slot: Slot) -> bool:
-        """True if the user has put another parameter there; what is unsharded is none."""
-        there = slot.is_there and isinstance(slot.tensor, nn.Parameter)
+        """True if the user has put another parameter there; what is unsharded is none.
+
+        Those of ``functional_call`` may be DTensors that are no parameters.
+        """
+        there = slot.is_there and isinstance(slot.tensor, nn.Parameter | DTensor)
         return there and isinstance(self.world, C10dWorld) and not self.is_own(slot)
 
     def unshard_unit(self, unit: int) -> None:
