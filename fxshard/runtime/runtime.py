@@ -50,6 +50,7 @@ from fxshard.runtime.variants import (
     Kind,
     Traced,
     Variant,
+    functions_traced,
     reason_for,
     symbols_for,
 )
@@ -441,7 +442,8 @@ class Runtime(Phases):
             symbols = symbols_for(kind, others, self.config.dynamic, self.model, call)
         start = time.perf_counter()
         shown = task(f"capturing {type(self.model).__name__}", shown=self.progress)
-        with shown, attributes.noted(self.attributes.reads), self.variables.traced():
+        noted = attributes.noted(self.attributes.reads)
+        with shown, noted, self.variables.traced(), functions_traced(args, kwargs):
             captures: dict[Any, Program] = {}
             program = self.rewritten(args, kwargs, symbols, kind[STARTS], captures)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"

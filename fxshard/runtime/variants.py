@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from fxshard._torch.trees import TreeSpec
 from fxshard.capture import shapes
 from fxshard.capture.aliasing import overlapping
 from fxshard.capture.call import PLAIN
+from fxshard.capture.functions import meaning
 from fxshard.capture.shapes import of_call, require_plain
+from fxshard.capture.variables import Variables
 from fxshard.codegen.emit import Executor
 from fxshard.codegen.silenced import silenced
 from fxshard.ir import ops, tags, transfers
@@ -138,7 +142,30 @@ def _leaf_key(value: Any, sizes: tuple[int, ...] | int | None) -> Any:
         return (*layout, value.dtype, value.device, value.requires_grad)
     if isinstance(value, (float, complex)):
         return (type(value), repr(value))  # NaN equals itself, -0.0 is not 0.0
+    if isinstance(value, types.FunctionType):
+        return _function_key(value)
     return (type(value), value if isinstance(value, PLAIN) else id(value))
+
+
+def _function_key(function: types.FunctionType) -> Any:
+    """Equal for functions that compute the same, as far as that is known, and read the same."""
+    means = meaning(function)
+    return (function, _read_by(function).number((), [function])) if means is None else means
+
+
+@functools.cache  # none may go: its numbers would begin anew
+def _read_by(function: types.FunctionType) -> Variables:
+    return Variables()
+
+
+@contextlib.contextmanager
+def functions_traced(args: Any, kwargs: Any) -> Iterator[None]:
+    """A call is traced in the block, with the functions among its arguments."""
+    with contextlib.ExitStack() as stack:
+        for leaf in trees.tree_flatten((args, kwargs))[0]:
+            if isinstance(leaf, types.FunctionType):
+                stack.enter_context(_read_by(leaf).traced())
+        yield
 
 
 @dataclasses.dataclass(frozen=True)

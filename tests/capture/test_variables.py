@@ -205,6 +205,56 @@ def test_what_forward_itself_changes_asks_for_nothing() -> None:
     assert programs(ours) == 2
 
 
+class Takes(nn.Module):
+    """What to compute is an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        return compute(self.linear(x))
+
+
+def both_take() -> tuple[nn.Module, Any]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Takes())
+    return made[0], fxshard.compile(made[1], world_size=2)
+
+
+def scaled_by(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * scale
+
+
+@pytest.mark.parametrize("case", ["a number", "a namespace", "of a decorated function"])
+def test_what_a_function_that_is_an_argument_reads(case: str) -> None:
+    (compute, change), (eager, ours) = CASES[case], both_take()
+    x = torch.arange(8.0).view(2, 4)
+    for _ in range(2):
+        assert_close(ours(x, compute), eager(x, compute))
+    change()
+    assert_close(ours(x, compute), eager(x, compute))
+    assert programs(ours) == 2
+
+
+def test_functions_made_anew_for_each_call() -> None:
+    eager, ours = both_take()
+    x, logged = torch.ones(2, 4), list[float]()
+
+    def logs(y: Tensor) -> Tensor:
+        logged.append(SCALE)
+        return y * SCALE
+
+    for scale in (1.0, 2.0) * 10:
+        assert_close(ours(x, scaled_by(scale)), eager(x, scaled_by(scale)))
+    assert programs(ours) == 2
+    for _ in range(20):
+        assert_close(ours(x, logs), eager(x, logs))
+    assert programs(ours) == 3
+
+
 class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
