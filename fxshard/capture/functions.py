@@ -131,9 +131,14 @@ class _Same:
 
 
 class Hooks:
-    """The hooks that programs depend on: a number for each, equal for those that do the same."""
+    """The hooks that programs depend on: a number for each, equal for those that do the same.
+
+    Attributes:
+        functions: those of the last `state` that are functions, or partials of some.
+    """
 
     def __init__(self) -> None:
+        self.functions: list[Any] = []
         self._numbers: tuple[int, ...] = ()
         self._state: tuple[int, ...] = ()
         self._first: dict[int, int] = {}  # number of a hook -> of the first that does the same
@@ -144,8 +149,11 @@ class Hooks:
         """Of the modules of `tree`; asked on every call."""
         numbers = torch_modules.hook_numbers(tree)
         if numbers != self._numbers:
+            self.functions.clear()
             for place, module in enumerate(tree):
                 for kind, number, hook in torch_modules.module_hooks(module):
+                    if isinstance(hook, (types.FunctionType, functools.partial)):
+                        self.functions.append(hook)
                     if number not in self._first:
                         self._first[number] = self._same((place, kind), module, number, hook)
             found = [self._first[number] for number in numbers]

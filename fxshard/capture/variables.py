@@ -53,8 +53,9 @@ class Variables:
             tree: all modules of the model: their own attributes are asked for elsewhere.
             held: functions, modules or objects that are called beside, as a variable may hold them.
         """
-        if self._places is None or not all(place.is_same() for place in self._places):
-            self._given = list(tree), held
+        known = self._places is not None and [*map(id, held)] == [*map(id, self._given[1])]
+        if not known or not all(place.is_same() for place in self._places or ()):
+            self._given = list(tree), [*held]
             self._places = self._found()
             now = state(self._places)
             if now not in self._states:

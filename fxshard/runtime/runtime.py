@@ -84,7 +84,7 @@ class Runtime(Phases):
         self.captured: list[Plan] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self.attributes: Attributes = Attributes()
-        self.variables = Variables()
+        self.variables, self.of_hooks = Variables(), Variables()
         self.hooks: Hooks = Hooks()
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
@@ -222,7 +222,8 @@ class Runtime(Phases):
             if self.follow_changes():
                 self.variants.clear()
                 self.structures += 1
-                self.attributes, self.variables, self.hooks = Attributes(), Variables(), Hooks()
+                self.attributes, self.hooks = Attributes(), Hooks()
+                self.variables, self.of_hooks = Variables(), Variables()
             self.follow_mode()
 
     @staticmethod
@@ -443,7 +444,8 @@ class Runtime(Phases):
         start = time.perf_counter()
         shown = task(f"capturing {type(self.model).__name__}", shown=self.progress)
         noted = attributes.noted(self.attributes.reads)
-        with shown, noted, self.variables.traced(), functions_traced(args, kwargs):
+        variables, of_hooks = self.variables.traced(), self.of_hooks.traced()
+        with shown, noted, variables, of_hooks, functions_traced(args, kwargs):
             captures: dict[Any, Program] = {}
             program = self.rewritten(args, kwargs, symbols, kind[STARTS], captures)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
@@ -600,6 +602,7 @@ class Runtime(Phases):
 
     def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
         tree = self.structure.modules
+        hooks = self.hooks.state(tree[1:])
         return {
             "train or eval": tuple(module.training for module in tree),
             "requires_grad of a parameter": (
@@ -617,8 +620,11 @@ class Runtime(Phases):
             KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),
             "an attribute of a module that forward reads": self.attributes.number(tree),
-            VARIABLES: self.variables.number(tree),
-            "a hook of a module": self.hooks.state(tree[1:]),
+            VARIABLES: (
+                self.variables.number(tree),
+                self.of_hooks.number((), self.hooks.functions),
+            ),
+            "a hook of a module": hooks,
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
             "context parallelism": context_parallel.state(),
@@ -640,7 +646,8 @@ class Runtime(Phases):
         """A copy starts without programs and optimizer."""
         fresh: dict[str, Any] = {"variants": {}, "captured": [], "_agreed": {}, "_optimizer": None}
         fresh["_starts"] = {}
-        fresh |= {"attributes": Attributes(), "variables": Variables(), "hooks": Hooks()}
+        fresh |= {"attributes": Attributes(), "hooks": Hooks()}
+        fresh |= {"variables": Variables(), "of_hooks": Variables()}
         return super().fresh() | fresh
 
     def require_stepped_here(

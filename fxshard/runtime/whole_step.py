@@ -218,7 +218,8 @@ class CompiledStep:
         start = time.perf_counter()
         shown = task(f"capturing a step of {type(self.model).__name__}", shown=runtime.progress)
         noted = attributes.noted(runtime.attributes.reads)
-        with shown, noted, runtime.variables.traced(), self._variables.traced():
+        variables, of_hooks = runtime.variables.traced(), runtime.of_hooks.traced()
+        with shown, noted, variables, of_hooks, self._variables.traced():
             program = runtime.rewritten(
                 args, kwargs, {}, None, {}, config=self._config, whole=self._whole
             )

@@ -205,6 +205,25 @@ def test_what_forward_itself_changes_asks_for_nothing() -> None:
     assert programs(ours) == 2
 
 
+def test_what_a_hook_reads() -> None:
+    direction, strength = torch.ones(4), 0.0
+
+    def steer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + strength * SCALE * direction
+
+    eager, ours = both(doubled)
+    for model in (eager, ours):
+        model.linear.register_forward_hook(steer)
+    x = torch.ones(2, 4)
+    for each in (0.0, 1.0, 0.0):
+        strength = each
+        assert_close(ours(x), eager(x))
+    put("SCALE", 3.0)
+    strength = 1.0
+    assert_close(ours(x), eager(x))
+    assert programs(ours) == 3
+
+
 class Takes(nn.Module):
     """What to compute is an argument."""
 
