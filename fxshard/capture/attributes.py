@@ -201,11 +201,11 @@ def _places(tree: Iterable[nn.Module], reads: Reads) -> list[Place]:
 
     def look_at(module: nn.Module) -> None:
         cls = users_class(module)
-        names = tuple(sorted(reads.get(cls, ())))
-        if module is modules[0]:  # compiling it takes its forward off
-            names = tuple(name for name in names if name != "forward")
+        of_class = names = tuple(sorted(reads.get(cls, ())))
         if not names:
             return
+        if module is modules[0]:  # compiling it takes its forward off
+            names = tuple(name for name in names if name != "forward")
         held = vars(module)
         look(names_of(held, names))
         absent = tuple(n for n in names if n not in held and not hasattr(cls, n))
@@ -213,7 +213,7 @@ def _places(tree: Iterable[nn.Module], reads: Reads) -> list[Place]:
             look(any_place(lambda: tuple(_registered(held, name) for name in absent)))
         if cls not in classes:
             classes.add(cls)
-            for owner, of_owner in _by_owner(cls, names).items():
+            for owner, of_owner in _by_owner(cls, of_class).items():
                 look(names_of(vars(owner), of_owner))
 
     for module in modules:

@@ -1,6 +1,7 @@
 """Globals and closures that forward reads: changing one changes what the next call computes."""
 
 import argparse
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -222,6 +223,27 @@ def test_what_a_hook_reads() -> None:
     strength = 1.0
     assert_close(ours(x), eager(x))
     assert programs(ours) == 3
+
+
+@pytest.mark.parametrize("name", ["forward", "helped"])
+def test_a_method_of_the_models_class_is_exchanged(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Helped(Reads):
+        def helped(self, x: Tensor) -> Tensor:
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.helped(super().forward(x))
+
+    torch.manual_seed(0)
+    eager = Helped(doubled)
+    ours = fxshard.compile(copy.deepcopy(eager), world_size=2)
+    x = torch.ones(2, 4)
+    assert_close(ours(x), eager(x))
+    monkeypatch.setattr(Helped, name, lambda self, x: x * 3)
+    assert_close(ours(x), eager(x))
+    assert programs(ours) == 2
 
 
 class Takes(nn.Module):
