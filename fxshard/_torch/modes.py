@@ -11,6 +11,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher as python_kernels
 from torch._dynamo.utils import preserve_rng_state as rng_kept
 from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -21,6 +22,7 @@ __all__ = [
     "TorchDispatchMode",
     "below_autograd",
     "eager_kernel",
+    "function_modes",
     "inside_autocast",
     "is_composite",
     "is_higher_order",
@@ -31,6 +33,7 @@ __all__ = [
     "profiled",
     "python_kernels",
     "rng_kept",
+    "settings",
     "tracer",
     "unobserved",
     "without_autocast",
@@ -47,6 +50,24 @@ def outside_function_modes() -> contextlib.AbstractContextManager[Any]:
     """No ``__torch_function__`` is called in the block, of modes and of subclasses."""
     guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return guard
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Those that this thread is in, the outermost first: ``torch.device("meta")`` makes one.
+
+    (torch/overrides.py)
+    """
+    return _get_current_function_mode_stack()
+
+
+def settings() -> tuple[Any, ...]:
+    """Settings of torch that code may ask for, and that operators read while they are traced."""
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        *((type(mode), getattr(mode, "device", None)) for mode in function_modes()),
+    )
 
 
 def tracer() -> str:

@@ -77,6 +77,23 @@ def check_runs(model: nn.Module) -> None:
         refuse_recording(users_class(model).__name__, by)
 
 
+def check_modes(model: nn.Module) -> None:
+    """Before a program of `model` runs.
+
+    Raises:
+        CaptureError: the user's code is in a mode that looks at functions of torch.
+    """
+    for kind in map(type, modes.function_modes()):
+        if kind.__module__.partition(".")[0] not in ("torch", "fxshard"):
+            raise CaptureError(
+                f"{provenance.user_line()}: {users_class(model).__name__} is called inside of "
+                f"{kind.__name__}, a TorchFunctionMode: a program calls operators, not the "
+                f"functions of torch that such a mode looks at. Enter it inside of forward, where "
+                f"it is traced with the rest, and leave it out around calls; a TorchDispatchMode "
+                f"sees what a program runs."
+            )
+
+
 def refuse_recording(what: str, by: str) -> NoReturn:
     """Raise CaptureError: `what` is called while `by` records."""
     raise CaptureError(

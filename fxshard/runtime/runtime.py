@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxshard import pipeline
-from fxshard._torch import autograd, context_parallel, transforms, trees
+from fxshard._torch import autograd, context_parallel, modes, transforms, trees
 from fxshard.capture import attributes, refusals
 from fxshard.capture.attributes import Attributes
 from fxshard.capture.functions import Hooks
@@ -188,6 +188,7 @@ class Runtime(Phases):
                 return self.model(*args, **kwargs)
         if by_transforms:
             return transformed.run(self, args, kwargs)
+        refusals.check_modes(self.model)
         variant = self.variant(args, kwargs)
         signature = variant.program.signature
         flat, _ = trees.tree_flatten((args, kwargs))
@@ -625,6 +626,7 @@ class Runtime(Phases):
                 self.of_hooks.number((), self.hooks.functions),
             ),
             "a hook of a module": hooks,
+            "a setting of torch": modes.settings(),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
             "context parallelism": context_parallel.state(),

@@ -120,6 +120,7 @@ class CompiledStep:
             RankMismatchError: ranks do different things.
         """
         refusals.check_runs(self.model)
+        refusals.check_modes(self.model)
         around = autograd.saved_tensors_hooks_around()
         refusals.refuse_saved_tensors_hooks(around, "around a step")
         self.grad_norm = None

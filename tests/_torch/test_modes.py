@@ -133,12 +133,27 @@ def test_function_modes_can_be_left_out() -> None:
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    with Watch():
+    with Watch() as watch:
+        assert modes.function_modes()[-1] is watch
         with modes.outside_function_modes():
             torch.ones(2).sum()
         assert not seen
         torch.ones(2)
     assert seen == [torch.ones]
+
+
+def test_settings_are_what_is_set() -> None:
+    before = modes.settings()
+    assert before == modes.settings()
+    with torch.device("cpu"):
+        mode = type(modes.function_modes()[-1])
+        assert modes.settings() == (*before, (mode, torch.device("cpu")))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert modes.settings() != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert modes.settings() == before
 
 
 def test_a_mode_gets_operators_that_take_functions_and_what_they_run_in_eager() -> None:
