@@ -85,10 +85,12 @@ def tracer() -> str:
 
 
 @contextlib.contextmanager
-def unobserved() -> Iterator[None]:
+def unobserved(root: torch.nn.Module | None = None) -> Iterator[None]:
     """Hide the block from the user's dispatch modes and from global hooks of torch's own tools.
 
-    ``CommDebugMode``, ``FlopCounterMode`` and the like then see what runs, but no traces.
+    ``CommDebugMode``, ``FlopCounterMode`` and the like then see what runs, but no traces. Global
+    hooks of the user's are called for modules inside of `root`, if it is given: those of `root`
+    run around each call of it, and what a tracer wraps it in is nobody's.
 
     (torch/nn/modules/module.py, ``_global_forward_hooks``)
     """
@@ -102,16 +104,30 @@ def unobserved() -> Iterator[None]:
     before = [dict(each) for each in hooks]
     for each in hooks:
         for number, hook in list(each.items()):
-            if getattr(hook, "__module__", "").startswith("torch."):
+            home = str(getattr(hook, "__module__", "")).partition(".")[0]
+            if home == "torch":
                 del each[number]
+            elif root is not None and home != "fxshard":
+                each[number] = _only_inside(root, hook)
     try:
         with outside_modes():
             yield
     finally:
         for each, all_of_them in zip(hooks, before, strict=True):
-            now = all_of_them | each
+            now = all_of_them | {n: hook for n, hook in each.items() if n not in all_of_them}
             each.clear()
             each.update(now)
+
+
+def _only_inside(root: torch.nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    wrappers = ("fxshard.", "torch._", "torch.export.", "torch.fx.")
+
+    def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is root or type(module).__module__.startswith(wrappers):
+            return None
+        return hook(module, *args, **kwargs)
+
+    return called
 
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:

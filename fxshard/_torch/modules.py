@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp.wrap import _Policy
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 BATCH_NORM = _BatchNorm  # whose forward those of any number of dimensions share
@@ -48,11 +49,29 @@ def module_hooks(module: nn.Module) -> list[tuple[str, int, Any]]:
     return [(kind, n, hook) for name, kind in HOOKS.items() for n, hook in found[name].items()]
 
 
-def how_called(module: nn.Module, number: int) -> tuple[bool | None, ...]:
-    """What else was said as the hook of this number was registered on the module.
+def global_hooks() -> list[tuple[str, int, Any]]:
+    """The same of those on all modules, without torch's own and ours; asked on every call.
+
+    (torch/nn/modules/module.py, ``register_module_forward_hook``)
+    """
+    return [
+        (f"global {kind}", number, hook)
+        for name, kind in HOOKS.items()
+        if (hooks := getattr(torch_module, f"_global{name}"))
+        for number, hook in hooks.items()
+        if str(getattr(hook, "__module__", "")).partition(".")[0] not in ("torch", "fxshard")
+    ]
+
+
+def how_called(module: nn.Module | None, number: int) -> tuple[bool | None, ...]:
+    """What else was said as the hook of this number was registered on the module; None: on all.
 
     (torch/nn/modules/module.py, ``register_forward_hook``, ``register_full_backward_hook``)
     """
+    if module is None:
+        always = number in torch_module._global_forward_hooks_always_called
+        with_kwargs = number in torch_module._global_forward_hooks_with_kwargs
+        return with_kwargs, always, torch_module._global_is_full_backward_hook
     kinds = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")
     said = (number in module.__dict__[name] for name in (*kinds, "_forward_pre_hooks_with_kwargs"))
     return *said, module._is_full_backward_hook

@@ -146,12 +146,14 @@ class Hooks:
         self._once: set[int] = set()  # to call these twice does nothing more
 
     def state(self, tree: list[nn.Module]) -> tuple[int, ...]:
-        """Of the modules of `tree`; asked on every call."""
-        numbers = torch_modules.hook_numbers(tree)
+        """Of the modules of `tree`, and of all modules; asked on every call."""
+        on_all = torch_modules.global_hooks()
+        numbers = (*torch_modules.hook_numbers(tree), *(number for _, number, _ in on_all))
         if numbers != self._numbers:
             self.functions.clear()
-            for place, module in enumerate(tree):
-                for kind, number, hook in torch_modules.module_hooks(module):
+            of_each = [(module, torch_modules.module_hooks(module)) for module in tree]
+            for place, (module, hooks) in enumerate([*of_each, (None, on_all)]):
+                for kind, number, hook in hooks:
                     if isinstance(hook, (types.FunctionType, functools.partial)):
                         self.functions.append(hook)
                     if number not in self._first:
@@ -162,7 +164,9 @@ class Hooks:
             self._numbers = numbers
         return self._state
 
-    def _same(self, where: tuple[int, str], module: nn.Module, number: int, hook: Any) -> int:
+    def _same(
+        self, where: tuple[int, str], module: nn.Module | None, number: int, hook: Any
+    ) -> int:
         """The first hook that does the same, or `number`."""
         means = meaning(hook)
         if means is None:

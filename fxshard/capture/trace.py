@@ -146,7 +146,7 @@ def capture(
         with (
             as_users_own(model),
             hf.while_tracing(model),
-            modes.unobserved(),
+            modes.unobserved(model),
             context_parallel.on_cpus(),
             refusals.torch_silent(),
         ):

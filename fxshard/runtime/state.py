@@ -519,11 +519,12 @@ def check_picklable(option: str, value: Any) -> None:
 
 
 def traced_hooks(model: nn.Module) -> dict[int, str]:
-    """Hooks of submodules that run while tracing only: number -> description.
+    """Hooks of submodules, and of all modules, that run while tracing only: number -> description.
 
     Those of torch and transformers themselves are left out: they are written to be traced.
     """
-    return {
+    on_all = torch_modules.global_hooks()
+    return {number: f"{kind} {_function_name(hook)}" for kind, number, hook in on_all} | {
         number: f"{kind} {_function_name(hook)} of module {fqn!r}"
         for fqn, module in model.named_modules()
         for kind, number, hook in torch_modules.module_hooks(module)

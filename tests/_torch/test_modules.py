@@ -74,8 +74,14 @@ def test_tools_of_torch_see_nothing_and_come_back() -> None:
             linear(torch.ones(1, 2))
         assert dict(hooks) == before
         assert counter.get_total_flops() == 0
+        assert [number for _, number, _ in modules.global_hooks()] == [mine.id]
+        with modes.unobserved(linear):
+            linear(torch.ones(1, 2))
+            nn.Sequential(linear, nn.Identity())(torch.ones(1, 2))
+        assert dict(hooks) == before
     mine.remove()
-    assert ran == [linear]
+    assert [type(module) for module in ran] == [nn.Linear, nn.Identity, nn.Sequential]
+    assert modules.global_hooks() == []
 
 
 def test_what_is_said_of_hooks_is_by_their_numbers() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,3 +134,70 @@ def test_a_dispatch_mode_changes_what_runs(called_before: bool) -> None:
             mine, theirs = ours(x), eager(x)
         assert_close(mine, theirs)
     assert_close(ours(x), eager(x))
+
+
+def linears_doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2 if isinstance(module, nn.Linear) else None
+
+
+def all_moved(module: nn.Module, args: Any, output: Any) -> Any:
+    return output + 1
+
+
+def inputs_tripled(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 3,)
+
+
+def gradients_halved(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tuple(None if grad is None else grad / 2 for grad in inputs)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize(
+    "register, hook",
+    [
+        (torch_module.register_module_forward_hook, linears_doubled),
+        (torch_module.register_module_forward_hook, all_moved),
+        (torch_module.register_module_forward_pre_hook, inputs_tripled),
+        (torch_module.register_module_full_backward_hook, gradients_halved),
+    ],
+    ids=["linears", "all", "inputs", "gradients"],
+)
+def test_a_hook_on_all_modules(register: Any, hook: Any, called_before: bool) -> None:
+    eager, ours = both(torch.tanh)
+
+    def same() -> None:
+        found = []
+        for model in (ours, eager):
+            x = torch.arange(8.0).view(2, 4).div(8).requires_grad_()
+            out = model(x)
+            out.square().sum().backward()
+            found.append([out, x.grad, *(p.grad for p in model.parameters())])
+            model.zero_grad()
+        assert_close(*found)
+
+    if called_before:
+        same()
+    handle = register(hook)
+    try:
+        same()
+        same()
+    finally:
+        handle.remove()
+    same()
+    assert len(ours._fxshard.variants) == 2
+
+
+def test_a_hook_on_all_modules_sees_those_of_the_model() -> None:
+    _, ours = both(torch.tanh)
+    seen: list[str] = []
+    handle = torch_module.register_module_forward_hook(
+        lambda module, *_: seen.append(type(module).__name__)
+    )
+    try:
+        for _ in range(2):
+            ours(torch.ones(2, 4))
+    finally:
+        handle.remove()
+    assert set(seen) == {"Linear", type(ours).__name__}
+    assert seen.count(type(ours).__name__) == 2
