@@ -41,7 +41,7 @@ class Variables:
 
     def __init__(self) -> None:
         self._given: tuple[list[nn.Module], Sequence[Any]] = [], ()
-        self._written: dict[int, Any] = {}  # by id: collections that a trace has changed
+        self._written: dict[tuple[int, str], Any] = {}  # what a trace has changed: id and name
         self._places: list[Place] | None = None
         self._states: list[State] = []
         self._number = 0
@@ -64,37 +64,56 @@ class Variables:
         return self._number
 
     def _found(self) -> list[Place]:
-        names, whole = _places(*self._given)
-        kept = [place for key, (_, place) in whole.items() if key not in self._written]
-        return names + kept
+        held, whole = _places(*self._given, self._written)
+        places = [names_of(there, tuple(sorted(names))) for there, names in held.values()]
+        return places + [place for _, place in whole.values()]
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
-        """The model is traced in the block: a collection that forward itself changes (a log, a
-        cache) would say at each call that it is another one, and does not count.
+        """The model is traced in the block: what forward itself changes (a log, a cache, a context)
+        would say at each call that it is another one, and does not count.
         """
-        _, before = _places(*self._given)
+        held, whole = _places(*self._given, self._written)
+        before = [
+            (key, there, {name: there.get(name, ABSENT) for name in names})
+            for key, (there, names) in held.items()
+        ]
         yield
-        now = {key: of for key, (of, place) in before.items() if not place.is_same()}
-        if now and self._places is not None:
-            self._written |= now
+        written = {
+            (key, name): there
+            for key, there, values in before
+            for name, value in values.items()
+            if there.get(name, ABSENT) is not value
+        }
+        written |= {(key, ""): of for key, (of, place) in whole.items() if not place.is_same()}
+        if written and self._places is not None:
+            self._written |= written
             self._places = self._found()
             self._states[self._number] = state(self._places)
 
 
+_Held = dict[int, tuple[Mapping[str, Any], set[str]]]  # by id: variables, and the names that count
 _Whole = dict[int, tuple[Any, Place]]  # by id: what is looked into whole
 
 
-def _places(tree: list[nn.Module], others: Sequence[Any]) -> tuple[list[Place], _Whole]:
-    """Where to look: the variables of all code that forward may run, and what they hold."""
-    held: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by id: names, and those that count
+def _places(
+    tree: list[nn.Module], others: Sequence[Any], written: Collection[tuple[int, str]]
+) -> tuple[_Held, _Whole]:
+    """Where to look: the variables of all code that forward may run, and what they hold.
+
+    Args:
+        tree, others: what runs, as in `Variables.number`.
+        written: what does not count: the id of what holds it and its name, "" for the whole.
+    """
+    held: _Held = {}
     found: _Whole = {}
     modules = {id(module) for module in tree}
     looked: set[tuple[int, _Names]] = set()
 
     def read(variables: Mapping[str, Any], names: Collection[str], attributes: _Names) -> None:
-        held.setdefault(id(variables), (variables, set()))[1].update(names)
-        for name in names:
+        kept = [name for name in names if (id(variables), name) not in written]
+        held.setdefault(id(variables), (variables, set()))[1].update(kept)
+        for name in kept:
             look(variables.get(name, ABSENT), attributes)
 
     def look(value: Any, attributes: _Names) -> None:
@@ -138,6 +157,8 @@ def _places(tree: list[nn.Module], others: Sequence[Any]) -> tuple[list[Place], 
             look_whole(value, lambda: tuple(getattr(value, n, ABSENT) for n in names), attributes)
 
     def look_whole(value: Any, contents: Any, attributes: _Names) -> None:
+        if (id(value), "") in written:
+            return
         if id(value) not in found:
             found[id(value)] = value, any_place(contents)
         for each in found[id(value)][1].before:
@@ -151,7 +172,7 @@ def _places(tree: list[nn.Module], others: Sequence[Any]) -> tuple[list[Place], 
             read(function.__globals__, names, attributes)
         for cell in function.__closure__ or ():
             look(cell, attributes)
-    return [names_of(there, tuple(sorted(names))) for there, names in held.values()], found
+    return held, found
 
 
 def _functions(tree: list[nn.Module], others: Sequence[Any]) -> Iterable[_Function]:

@@ -225,6 +225,31 @@ def test_what_a_hook_reads() -> None:
     assert programs(ours) == 3
 
 
+class Context:
+    """Set and read by each forward."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+CONTEXT: Context | None = None
+
+
+def test_a_variable_that_forward_itself_sets_asks_for_nothing() -> None:
+    def compute(x: Tensor) -> Tensor:
+        global CONTEXT
+        CONTEXT = Context(SCALE)
+        SETTINGS.seen = CONTEXT  # type: ignore[attr-defined]
+        return x * CONTEXT.scale * SETTINGS.seen.scale  # type: ignore[attr-defined]
+
+    eager, ours = both(compute)
+    x = torch.ones(2, 4)
+    for scale in (1.0, 2.0) * 10:
+        put("SCALE", scale)
+        assert_close(ours(x), eager(x))
+    assert programs(ours) == 2
+
+
 @pytest.mark.parametrize("name", ["forward", "helped"])
 def test_a_method_of_the_models_class_is_exchanged(
     name: str, monkeypatch: pytest.MonkeyPatch
