@@ -37,9 +37,15 @@ _Names = frozenset[str]
 
 
 class Variables:
-    """What the variables that programs depend on say now, as a number: equal if all are equal."""
+    """What the variables that programs depend on say now, as a number: equal if all are equal.
+
+    Attributes:
+        changed: the name of the one that was seen to change last, and its file; "" for none.
+    """
 
     def __init__(self) -> None:
+        self.changed = ""
+        self._held: list[tuple[Mapping[str, Any], tuple[str, ...]]] = []  # of the first `_places`
         self._given: tuple[list[nn.Module], Sequence[Any]] = [], ()
         self._written: dict[tuple[int, str], Any] = {}  # what a trace has changed: id and name
         self._places: list[Place] | None = None
@@ -55,6 +61,7 @@ class Variables:
         """
         known = self._places is not None and [*map(id, held)] == [*map(id, self._given[1])]
         if not known or not all(place.is_same() for place in self._places or ()):
+            self.changed = self._which()
             self._given = list(tree), [*held]
             self._places = self._found()
             now = state(self._places)
@@ -65,8 +72,16 @@ class Variables:
 
     def _found(self) -> list[Place]:
         held, whole = _places(*self._given, self._written)
-        places = [names_of(there, tuple(sorted(names))) for there, names in held.values()]
-        return places + [place for _, place in whole.values()]
+        self._held = [(there, tuple(sorted(names))) for there, names in held.values()]
+        return [names_of(*each) for each in self._held] + [place for _, place in whole.values()]
+
+    def _which(self) -> str:
+        for (there, names), place in zip(self._held, self._places or (), strict=False):
+            if not place.is_same():
+                for name, before in zip(names, place.before, strict=True):
+                    if there.get(name, ABSENT) is not before:
+                        return f"{name} of {there['__name__']}" if "__name__" in there else name
+        return ""
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:

@@ -98,7 +98,7 @@ def shard_model(sharding: Sharding, call: Call | None) -> FxshardModule:
     with unchanged_on_error(module):
         made = sharded(sharding)
         if call is not None and program is not None and reads is not None:
-            made._fxshard.attributes.reads = reads
+            made._fxshard.facts.attributes.reads = reads
             made._fxshard.add(*call, Traced(program))
     slots = made._fxshard.slots.items()
     replaced.mark({fqn: before[fqn] for fqn, slot in slots if slot.tensor is not before[fqn]})

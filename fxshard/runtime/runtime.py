@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from fxshard import pipeline
 from fxshard._torch import autograd, context_parallel, modes, transforms, trees
-from fxshard.capture import attributes, refusals
-from fxshard.capture.attributes import Attributes
-from fxshard.capture.functions import Hooks
+from fxshard.capture import refusals
+from fxshard.capture.facts import VARIABLES, Facts
 from fxshard.capture.swapped import Inside, as_users_own
-from fxshard.capture.variables import Variables
 from fxshard.codegen.emit import Executor
 from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.codegen.optimizer import OnShards, on_shards, stepped
@@ -46,7 +44,6 @@ from fxshard.runtime.variants import (
     SETTINGS,
     STARTS,
     SUMS,
-    VARIABLES,
     Kind,
     Traced,
     Variant,
@@ -83,9 +80,7 @@ class Runtime(Phases):
         self.variants: dict[Kind, Variant] = {}
         self.captured: list[Plan] = []
         self._optimizer: torch.optim.Optimizer | None = None
-        self.attributes: Attributes = Attributes()
-        self.variables, self.of_hooks = Variables(), Variables()
-        self.hooks: Hooks = Hooks()
+        self.facts: Facts = Facts()
         self.progress: bool | None = None
         self.unit_calls: Mapping[str, UnitCall] = {}
         self.structures: int = 0  # how often the structure of the model has changed
@@ -223,8 +218,7 @@ class Runtime(Phases):
             if self.follow_changes():
                 self.variants.clear()
                 self.structures += 1
-                self.attributes, self.hooks = Attributes(), Hooks()
-                self.variables, self.of_hooks = Variables(), Variables()
+                self.facts = Facts()
             self.follow_mode()
 
     @staticmethod
@@ -427,6 +421,8 @@ class Runtime(Phases):
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Traced:
         """Trace a program for a kind of call that no other serves; log why and the time taken."""
         reason = reason_for(kind, self.variants.values())
+        if VARIABLES in reason and self.facts.variables.changed:
+            reason = f"{reason} ({self.facts.variables.changed})"
         if self._ways() >= self.config.max_variants:
             self._forget_settings(kind)
         if self._ways() >= self.config.max_variants:
@@ -444,9 +440,7 @@ class Runtime(Phases):
             symbols = symbols_for(kind, others, self.config.dynamic, self.model, call)
         start = time.perf_counter()
         shown = task(f"capturing {type(self.model).__name__}", shown=self.progress)
-        noted = attributes.noted(self.attributes.reads)
-        variables, of_hooks = self.variables.traced(), self.of_hooks.traced()
-        with shown, noted, variables, of_hooks, functions_traced(args, kwargs):
+        with shown, self.facts.traced(), functions_traced(args, kwargs):
             captures: dict[Any, Program] = {}
             program = self.rewritten(args, kwargs, symbols, kind[STARTS], captures)
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
@@ -603,7 +597,6 @@ class Runtime(Phases):
 
     def _mode(self, grad: bool, autocast: bool) -> dict[str, Any]:
         tree = self.structure.modules
-        hooks = self.hooks.state(tree[1:])
         return {
             "train or eval": tuple(module.training for module in tree),
             "requires_grad of a parameter": (
@@ -620,12 +613,7 @@ class Runtime(Phases):
             SUMS: self._sums() if grad else (True, (), ()),
             KEPT: self.unsharded_now(),
             SETTINGS: self.settings(),
-            "an attribute of a module that forward reads": self.attributes.number(tree),
-            VARIABLES: (
-                self.variables.number(tree),
-                self.of_hooks.number((), self.hooks.functions),
-            ),
-            "a hook of a module": hooks,
+            **self.facts.mode(tree),
             "a setting of torch": modes.settings(),
             "grad mode": grad,
             "autocast": autocast and torch.get_autocast_dtype(self.device),
@@ -648,8 +636,7 @@ class Runtime(Phases):
         """A copy starts without programs and optimizer."""
         fresh: dict[str, Any] = {"variants": {}, "captured": [], "_agreed": {}, "_optimizer": None}
         fresh["_starts"] = {}
-        fresh |= {"attributes": Attributes(), "hooks": Hooks()}
-        fresh |= {"variables": Variables(), "of_hooks": Variables()}
+        fresh["facts"] = Facts()
         return super().fresh() | fresh
 
     def require_stepped_here(

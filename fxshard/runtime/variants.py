@@ -39,7 +39,6 @@ SUMS = "gradient accumulation"
 KEPT = "which parameters are unsharded already"
 SETTINGS = "a setting of a unit"
 RANKS = "what other ranks need"
-VARIABLES = "a global or a closure that forward reads"
 
 MakeExecutor = Callable[[Program], Executor]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxshard._torch import autograd, modules, trees
 from fxshard.capture import attributes, refusals
+from fxshard.capture.facts import VARIABLES
 from fxshard.capture.variables import Variables
 from fxshard.codegen.optimizer import OnShards
 from fxshard.codegen.users_optimizer import UsersOptimizer, refuse_pre_hooks
@@ -27,7 +28,7 @@ from fxshard.plans.plan import Plan
 from fxshard.runtime.module import FxshardModule
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.step import Call, undone_or_refused
-from fxshard.runtime.variants import VARIABLES, Kind, Traced, Variant, reason_for
+from fxshard.runtime.variants import Kind, Traced, Variant, reason_for
 
 LOOP = "train by a loop: loss = loss_fn(model(batch), target); loss.backward(); optimizer.step()"
 
@@ -73,7 +74,7 @@ class CompiledStep:
         if traced is not None:
             call, program, reads = traced
             runtime = self._runtime
-            runtime.attributes.reads = reads
+            runtime.facts.attributes.reads = reads
             self._last = self._add(self._kind(*call), *call, Traced(program))
             runtime.note_agreed(program)
 
@@ -218,9 +219,7 @@ class CompiledStep:
             )
         start = time.perf_counter()
         shown = task(f"capturing a step of {type(self.model).__name__}", shown=runtime.progress)
-        noted = attributes.noted(runtime.attributes.reads)
-        variables, of_hooks = runtime.variables.traced(), runtime.of_hooks.traced()
-        with shown, noted, variables, of_hooks, self._variables.traced():
+        with shown, runtime.facts.traced(), self._variables.traced():
             program = runtime.rewritten(
                 args, kwargs, {}, None, {}, config=self._config, whole=self._whole
             )

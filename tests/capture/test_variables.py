@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import fxshard
+from fxshard.errors import StepError
 
 SCALE = 1.0
 TABLE = {"scale": 1.0, "unused": 0}
@@ -223,6 +224,18 @@ def test_what_a_hook_reads() -> None:
     strength = 1.0
     assert_close(ours(x), eager(x))
     assert programs(ours) == 3
+
+
+def test_what_has_changed_is_named() -> None:
+    torch.manual_seed(0)
+    ours = fxshard.compile(Reads(by_scale), world_size=2, max_variants=2)
+    for scale in (1.0, 2.0):
+        put("SCALE", scale)
+        ours(torch.ones(2, 4))
+    put("SCALE", 3.0)
+    what = rf"a global or a closure that forward reads changed \(SCALE of {__name__}\)"
+    with pytest.raises(StepError, match=what):
+        ours(torch.ones(2, 4))
 
 
 class Context:
