@@ -70,7 +70,7 @@ def test_a_dtensor_takes_over_the_storage_offset_of_its_local_tensor() -> None:
         mesh = init_device_mesh("cpu", (2,))
         local = torch.arange(8.0)[2:].view(2, 3)
         sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-        assert sharded.storage_offset() == 2, "compat.stand_in may go"
+        assert sharded.storage_offset() == 2, "_torch.dtensors.stand_in may go"
         with pytest.raises(RuntimeError, match="invalid python storage"):
             torch.save(sharded, io.BytesIO())
         like = dtensors.stand_in(local)
