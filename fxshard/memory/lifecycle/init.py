@@ -85,7 +85,7 @@ def _expose(
 
 
 def stand_in(tree: Tree, script: Script, param: Param) -> None:
-    """One element that a DTensor is made of, before it gets its rows (`_torch.dtensors.stand_in`)."""
+    """One element that a DTensor is made of, before it gets its rows (`dtensors.stand_in`)."""
     shard, name = tree.shards[param.fqn], f"stand-in for {param.fqn}"
     one = LiveRange(0, name, "", shard.module, Category.TEMP, param.dtype.itemsize, shard.host)
     script.run(name, one)
