@@ -1,4 +1,4 @@
-"""What several of the tests beside it need (test_capture)."""
+"""What several of the tests beside it need (test_capture, test_modes, test_variables)."""
 
 import dataclasses
 import enum
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+import fxshard
 from fxshard.ir import tags
 from fxshard.ir.program import Program
 from tests.eager import Net
@@ -26,6 +27,27 @@ class Output:
     y: Any
     rest: Any = None
     count: int = 3
+
+
+class Computes(nn.Module):
+    """What it computes of a linear layer's result is given."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.linear(x))
+
+
+def eager_and_ours(make: Callable[[], nn.Module]) -> tuple[Any, Any]:
+    """A model, and an equal one that is compiled for two ranks in this process."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(make())
+    return made[0], fxshard.compile(made[1], world_size=2)
 
 
 Pair = namedtuple("Pair", "first second")

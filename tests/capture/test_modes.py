@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard.errors import CaptureError
+from tests.capture.capture_cases import Computes, eager_and_ours
 
 
 class Doubled(TorchFunctionMode):
@@ -31,22 +32,8 @@ class DoubledProducts(TorchDispatchMode):
         return found * 2 if func is torch.ops.aten.mul.Scalar else found
 
 
-class Computes(nn.Module):
-    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self.linear(x))
-
-
-def both(compute: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Any]:
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(Computes(compute))
-    return made[0], fxshard.compile(made[1], world_size=2)
+def both(compute: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    return eager_and_ours(lambda: Computes(compute))
 
 
 @contextlib.contextmanager

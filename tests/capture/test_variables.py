@@ -14,6 +14,8 @@ from torch.testing import assert_close
 
 import fxshard
 from fxshard.errors import StepError
+from tests.capture.capture_cases import Computes, eager_and_ours
+from tests.fsdp2 import full
 
 SCALE = 1.0
 TABLE = {"scale": 1.0, "unused": 0}
@@ -136,22 +138,8 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Settings, "deep", True)
 
 
-class Reads(nn.Module):
-    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self.linear(x))
-
-
-def both(compute: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Any]:
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(Reads(compute))
-    return made[0], fxshard.compile(made[1], world_size=2)
+def both(compute: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    return eager_and_ours(lambda: Computes(compute))
 
 
 def programs(model: Any) -> int:
@@ -228,7 +216,7 @@ def test_what_a_hook_reads() -> None:
 
 def test_what_has_changed_is_named() -> None:
     torch.manual_seed(0)
-    ours = fxshard.compile(Reads(by_scale), world_size=2, max_variants=2)
+    ours = fxshard.compile(Computes(by_scale), world_size=2, max_variants=2)
     for scale in (1.0, 2.0):
         put("SCALE", scale)
         ours(torch.ones(2, 4))
@@ -267,7 +255,7 @@ def test_a_variable_that_forward_itself_sets_asks_for_nothing() -> None:
 def test_a_method_of_the_models_class_is_exchanged(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Helped(Reads):
+    class Helped(Computes):
         def helped(self, x: Tensor) -> Tensor:
             return x
 
@@ -295,21 +283,13 @@ class Takes(nn.Module):
         return compute(self.linear(x))
 
 
-def both_take() -> tuple[nn.Module, Any]:
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(Takes())
-    return made[0], fxshard.compile(made[1], world_size=2)
-
-
 def scaled_by(scale: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * scale
 
 
 @pytest.mark.parametrize("case", ["a number", "a namespace", "of a decorated function"])
 def test_what_a_function_that_is_an_argument_reads(case: str) -> None:
-    (compute, change), (eager, ours) = CASES[case], both_take()
+    (compute, change), (eager, ours) = CASES[case], eager_and_ours(Takes)
     x = torch.arange(8.0).view(2, 4)
     for _ in range(2):
         assert_close(ours(x, compute), eager(x, compute))
@@ -319,7 +299,7 @@ def test_what_a_function_that_is_an_argument_reads(case: str) -> None:
 
 
 def test_functions_made_anew_for_each_call() -> None:
-    eager, ours = both_take()
+    eager, ours = eager_and_ours(Takes)
     x, logged = torch.ones(2, 4), list[float]()
 
     def logs(y: Tensor) -> Tensor:
@@ -373,3 +353,32 @@ def test_what_the_loss_of_a_step_reads(kind: str) -> None:
         step(x, y)
     for theirs, mine in zip(eager.parameters(), ours.parameters(), strict=True):
         assert_close(mine, theirs)
+
+
+def trained(rank: int, world_size: int, differ: bool) -> None:
+    """Each rank has its batch; the variable may have a value of its own on each, and change there
+    alone.
+    """
+    torch.manual_seed(0)
+    eager = Computes(by_scale)
+    ours: Any = fxshard.compile(copy.deepcopy(eager))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, ours)]
+    for number in range(4):
+        scales = [1.0 + number % 2, 1.0 if differ else 1.0 + number % 2]
+        batches = [torch.full((2, 4), number + each + 1.0) for each in range(world_size)]
+        for scale, batch in zip(scales, batches, strict=True):
+            put("SCALE", scale)
+            (eager(batch).square().mean() / world_size).backward()
+        put("SCALE", scales[rank])
+        ours(batches[rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for theirs, mine in zip(eager.parameters(), ours.parameters(), strict=True):
+        assert_close(full(mine.detach()), theirs.detach())
+    assert programs(ours) == (1 if differ and rank else 2)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_variable_that_changes_on_ranks(ranks: Any, differ: bool) -> None:
+    ranks(2).run(trained, differ)
