@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,28 +30,41 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from fxshard._torch import autograd, modes, optimizers, transforms, trees
+from fxshard._torch import autograd, optimizers, transforms, trees
 from fxshard._torch import dtensors as torch_dtensors
 from fxshard._torch.dtensors import sharded_like
 from fxshard.capture import refusals
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
 from fxshard.runtime import dtensors, full_matrices
+from fxshard.runtime.copies import (
+    ACCESS,
+    OnShards,
+    as_views,
+    is_array,
+    is_in_place,
+    lost,
+    mark_copy,
+    memory,
+    name_of,
+    named,
+    refuse_copy,
+    refuse_into_views,
+    storage,
+    tensors_in,
+)
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
 from fxshard.runtime.store.reads import WRITTEN_COPY
 from fxshard.runtime.world.c10d import C10dWorld
 
-_ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes that are made by operators
-_ITEMS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 # Pointwise functions that torch has not tagged so, and some that do not change values.
 _BY_ELEMENT = (
     *("copy_", "zero_", "fill_", "masked_fill_", "abs_", "absolute_", "add_", "mul_", "subtract_"),
     *("multiply_", "divide_", "true_divide_", "requires_grad_", "detach_"),
 )
-_NOT_VALUES = ("requires_grad_", "share_memory_", "rename_")  # in place, but no writes of values
 _SELF = ("view_as", "expand_as")  # how torch finds where a gradient goes
 # They return Python numbers, for which DTensor takes this rank's partial values.
 _SCALARS = (
@@ -66,6 +79,8 @@ _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random 
 
 class GatheringTensor(DTensor):
     """A DTensor that gathers itself where it meets plain tensors, or where autograd follows it."""
+
+    gathers_itself = True  # see `copies.GATHERS`
 
     @classmethod
     def __torch_function__(
@@ -113,26 +128,26 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     What works on shards DTensor computes, everything else is computed of full tensors.
     """
-    name = _name_of(func)
+    name = name_of(func)
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name in _ACCESS and attribute not in _VIEWS:
+    if name in ACCESS and attribute not in _VIEWS:
         return _accessed(func, name, attribute, args, kwargs)
     if func in _OF_AUTOGRAD:
         return func(*args, **kwargs)  # asks for gradients, and reads no value
     if name == "__deepcopy__":
         return _deepcopied(*args, **kwargs)
     if name == "_make_dual" and transforms.transforming():
-        for tensor in _tensors((args, kwargs)):  # jvp takes its arguments apart so
+        for tensor in tensors_in((args, kwargs)):  # jvp takes its arguments apart so
             if isinstance(tensor, GatheringTensor):
                 _refuse_transform(tensor, "differentiates")
-    _refuse_into_views(name, args, kwargs)
-    tensors = _tensors((args, kwargs))
+    refuse_into_views(name, args, kwargs)
+    tensors = tensors_in((args, kwargs))
     _refuse_memory(func, name, tensors)
     if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
         return func(*args, **kwargs)
-    if any(isinstance(out, DTensor) for out in _tensors(kwargs.get("out"))):
+    if any(isinstance(out, DTensor) for out in tensors_in(kwargs.get("out"))):
         return _written_out(func, args, kwargs)
-    if _is_in_place(name) and isinstance(tensors[0], DTensor):
+    if is_in_place(name) and isinstance(tensors[0], DTensor):
         return _written(func, args, kwargs)
     alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
     if alone and not _is_mixed_sum(tensors) and not _is_scalar(name, tensors):
@@ -154,10 +169,10 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except RuntimeError as error:
         if WRITTEN_COPY not in str(error):
             raise
-        raise _lost(sharded[0], name) from error  # autograd itself refuses the write
+        raise lost(sharded[0], name) from error  # autograd itself refuses the write
     for tensor, full, version in zip(sharded, unsharded.values(), versions, strict=False):
         if autograd.version(full) != version:
-            raise _lost(tensor, name)
+            raise lost(tensor, name)
     return _marked(found, unsharded, sharded[0])
 
 
@@ -168,7 +183,7 @@ def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
         StepError: always.
     """
     raise StepError(
-        f"a transform of torch.func {verb} {_named(tensor)}, which is sharded, as its argument: "
+        f"a transform of torch.func {verb} {named(tensor)}, which is sharded, as its argument: "
         f"what comes out would be made of this rank's rows or of this rank's batch, and is reduced "
         f"by nobody. For gradients over all ranks call loss.backward(), or torch.autograd.grad("
         f"loss, parameters). For what this rank's batch alone gives, transform a function of plain "
@@ -180,17 +195,12 @@ def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
 def _tried_on_shards(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Let DTensor run a function: whether it can (full tensors may be needed), and its result."""
     try:
-        with _OnShards():
+        with OnShards():
             return True, func(*args, **kwargs)
     except FxshardError:
         raise
     except RuntimeError:  # NotImplementedError is one too
         return False, None
-
-
-def _name_of(func: Any) -> str:
-    """The name of a function; of an operator's overload, as ``add_.Tensor``, the operator's."""
-    return str(getattr(func, "__name__", "")).partition(".")[0]
 
 
 def _refuse_memory(func: Any, name: str, tensors: Sequence[Tensor]) -> None:
@@ -201,71 +211,10 @@ def _refuse_memory(func: Any, name: str, tensors: Sequence[Tensor]) -> None:
     if name in _MEMORY or getattr(func, "__module__", None) == distributed_c10d.__name__:
         of = next((t for t in tensors if hasattr(t, PLACE)), tensors[0])
         raise StepError(
-            f"{name} of {_named(of)}, which is sharded: this rank holds some of its rows, "
+            f"{name} of {named(of)}, which is sharded: this rank holds some of its rows, "
             f"and what is written into a copy of it would be lost. Take what is meant: "
             f"param.to_local(), this rank's rows, or param.full_tensor(), a copy of all of them."
         )
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in trees.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-class CopiedView(Tensor):
-    """A view of a gathered copy of a parameter, with autograd history; it is read-only."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(each, GatheringTensor) for each in types):
-            return NotImplemented
-        with autograd.plain_torch_functions():
-            name = _name_of(func)
-            if name not in _ACCESS:
-                _refuse_into_views(name, args, kwargs)
-            found = func(*args, **kwargs)
-            given = [t for t in _tensors((args, kwargs)) if isinstance(t, CopiedView)]
-            return _as_views(found, given, getattr(given[0], PLACE))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with autograd.plain_torch_functions():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def _refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
-    """Raise StepError if a function writes into a `CopiedView`."""
-    written = _tensors(kwargs.get("out"))
-    if _is_in_place(name) and name not in _NOT_VALUES:
-        written += _tensors([*args, *kwargs.values()][:1])  # nn.init passes a keyword
-    for tensor in written:
-        if isinstance(tensor, CopiedView):
-            raise _lost(tensor, name)
-
-
-def _as_views(found: Any, of: Iterable[Tensor], place: Any) -> Any:
-    """`found`, in which tensors that share memory with any of `of` are made `CopiedView`."""
-    known = {key for tensor in of for key in _memory(tensor)}
-    if _is_array(found):
-        found.flags.writeable = False  # in one process it would be the parameter's memory
-        return found
-    leaves, spec = trees.tree_flatten(found)
-    for i, leaf in enumerate(leaves):
-        if type(leaf) is Tensor and not known.isdisjoint(_memory(leaf)):
-            leaves[i] = leaf.as_subclass(CopiedView)
-            setattr(leaves[i], PLACE, place)
-    return trees.tree_unflatten(leaves, spec)
-
-
-def _memory(tensor: Tensor) -> set[int]:
-    """The storages of a tensor, below transforms of torch.func that run."""
-    return {each.untyped_storage()._cdata for each in transforms.in_memory(tensor)}
-
-
-def _is_array(found: Any) -> bool:
-    """True for an array of numpy, which may share memory with a tensor."""
-    return type(found).__module__ == "numpy" and hasattr(found, "flags")
 
 
 def let_gather(runtime: Runtime) -> None:
@@ -324,7 +273,7 @@ def _unsharded(tensor: Any) -> Tensor:
     refusals.check_runs(runtime.model)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise StepError(
-            f"a copy of {_named(tensor)} that requires a gradient (of detach().requires_grad_(), "
+            f"a copy of {named(tensor)} that requires a gradient (of detach().requires_grad_(), "
             f"or of torch.autograd.functional) is computed with: its gradient would be this rank's "
             f"rows of what this rank's batch gives, reduced by nobody. Take gradients of the "
             f"parameter itself; or compute with plain copies, param.detach().full_tensor()."
@@ -363,7 +312,7 @@ def _set_data(into: DTensor, value: Tensor) -> None:
             f"parameter of shape {list(into.shape)} and {into.dtype}. Convert the whole model "
             f"(model.to(...)), or change the plain model, and compile that."
         )
-    _refuse_copy(into, "param.data = ...")
+    refuse_copy(into, "param.data = ...")
     with torch.no_grad():
         own = value.detach() if isinstance(value, DTensor) else sharded_like(value.detach(), into)
         into.copy_(own)
@@ -383,10 +332,10 @@ def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function that writes into a parameter, on this rank's rows or on the full value."""
-    name = _name_of(func)
+    name = name_of(func)
     into: Any
-    into, *others = _tensors((args, kwargs))
-    _refuse_copy(into, name)
+    into, *others = tensors_in((args, kwargs))
+    refuse_copy(into, name)
     plain = [t for t in others if not isinstance(t, DTensor) and t.dim()]
     if plain and any(place.is_partial() for place in into.placements):
         raise StepError(
@@ -404,7 +353,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = {id(t): sharded_like(t, into) for t in plain}
         on_rows = trees.exchanged(args, rows), trees.exchanged(kwargs, rows)
         if several:
-            with _OnShards():
+            with OnShards():
                 return func(*on_rows[0], **on_rows[1])
         done, found = _tried_on_shards(func, *on_rows)
         if done:
@@ -414,11 +363,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function whose ``out=`` has parameters."""
-    outs = [t for t in _tensors(kwargs["out"]) if isinstance(t, DTensor)]
+    outs = [t for t in tensors_in(kwargs["out"]) if isinstance(t, DTensor)]
     for out in outs:
-        _refuse_copy(out, _name_of(func))
-    tensors = _tensors((args, kwargs))
-    if len(tensors) > len(outs) and _is_by_element(_name_of(func)):
+        refuse_copy(out, name_of(func))
+    tensors = tensors_in((args, kwargs))
+    if len(tensors) > len(outs) and _is_by_element(name_of(func)):
         layouts = {
             (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
             for t in tensors
@@ -437,7 +386,7 @@ def _written_in_full(
         RankMismatchError: some ranks do something else.
         StepError: the function changes more than values.
     """
-    name = _name_of(func)
+    name = name_of(func)
     for runtime in dict.fromkeys(runtime for runtime, _ in map(_origin, into)):
         if runtime is not None:
             runtime.world.together(f"{name}, which writes into a parameter")
@@ -446,7 +395,7 @@ def _written_in_full(
         with torch.no_grad():
             made = _unsharded(tensor).clone()
         unsharded[id(tensor)] = made.requires_grad_(tensor.requires_grad)  # autograd asks for that
-    for read in _tensors((args, kwargs)):
+    for read in tensors_in((args, kwargs)):
         if isinstance(read, DTensor) and id(read) not in unsharded:
             unsharded[id(read)] = _unsharded(read)
     found = func(*trees.exchanged(args, unsharded), **trees.exchanged(kwargs, unsharded))
@@ -467,10 +416,6 @@ def _written_in_full(
     return trees.exchanged(found, {id(unsharded[id(tensor)]): tensor for tensor in into})
 
 
-def _is_in_place(name: str) -> bool:
-    return name in _ITEMS or (name.endswith("_") and not name.endswith("__"))
-
-
 @functools.cache
 def _is_by_element(name: str) -> bool:
     """True for a pointwise function, or one that draws each element.
@@ -484,82 +429,12 @@ def _is_by_element(name: str) -> bool:
     return bool(tags & {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded})
 
 
-# -- operators on shards ---------------------------------------------------------------------------
-
-
-class _OnShards(modes.TorchDispatchMode):
-    """Refuses writes that DTensor would lose silently.
-
-    Where DTensor cannot make a view of the shards, it returns a view of a copy. Such copies are
-    marked here, and writes into them raise.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        written, views = _aliases(func)
-        for i in written:
-            for tensor in _dtensors(args[i]):
-                _refuse_copy(tensor, func.overloadpacket.__name__)
-        found = func(*args, **kwargs)
-        if views and isinstance(args[0], DTensor):
-            for tensor in _dtensors(found):
-                if _storage(tensor)._cdata != _storage(args[0])._cdata:
-                    _mark_copy(_storage(tensor))
-        return found
-
-
-def _dtensors(value: Any) -> list[DTensor]:
-    """Those in an argument or a result of an operator."""
-    values = value if isinstance(value, list | tuple) else (value,)
-    return [each for each in values if isinstance(each, DTensor)]
-
-
-@functools.cache
-def _aliases(func: Any) -> tuple[tuple[int, ...], bool]:
-    """Which arguments an operator writes, and whether it returns a view of the first one."""
-    aliases = [a.alias_info for a in func._schema.arguments if not a.kwarg_only]
-    written = tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
-    views = not written and bool(aliases) and aliases[0] is not None
-    return written, views
-
-
-def _storage(tensor: DTensor) -> torch.UntypedStorage:
-    return torch_dtensors.local_tensor(tensor).untyped_storage()
-
-
-def _mark_copy(storage: torch.UntypedStorage) -> None:
-    """What is written into it from now on would be lost, and is refused."""
-    storage._fxshard_copy = True  # type: ignore[attr-defined]
-
-
-def _refuse_copy(tensor: DTensor, name: str) -> None:
-    """Raise StepError if what is written into is a view of a copy of a parameter."""
-    if getattr(_storage(tensor), "_fxshard_copy", False):
-        raise _lost(tensor, name)
-
-
-def _named(tensor: Tensor) -> str:
-    """The parameter that a tensor is, or was made of."""
-    _, fqn = getattr(tensor, PLACE, (None, ""))
-    return f"parameter {fqn!r}" if fqn else "a parameter"
-
-
-def _lost(tensor: Tensor, name: str) -> StepError:
-    return StepError(
-        f"{name} writes into a part of {_named(tensor)} that is a copy here, as the parameter is "
-        f"sharded: it would be lost. Write with an index or a method of it (param[...] = value, "
-        f"param.mul_(2)), or inside of model.summon_full_params()."
-    )
-
-
 def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
     """`found`, the result of a function on unsharded tensors; views of these are marked copies."""
-    known = {key for full in unsharded.values() for key in _memory(full)}
-    if _is_array(found):
+    known = {key for full in unsharded.values() for key in memory(full)}
+    if is_array(found):
         _, slot = _origin(of)
-        if slot is not None and _storage(of)._cdata == slot.local.untyped_storage()._cdata:
+        if slot is not None and storage(of)._cdata == slot.local.untyped_storage()._cdata:
             found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
     leaves, spec = trees.tree_flatten(found)
@@ -567,12 +442,12 @@ def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.requires_grad:
             continue
         if transforms.is_transformed(leaf):
-            continue  # `_as_views` marks it
+            continue  # `as_views` marks it
         if leaf.untyped_storage()._cdata in known:
-            _mark_copy(leaf.untyped_storage())
+            mark_copy(leaf.untyped_storage())
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
     found = trees.tree_unflatten(leaves, spec)
-    return _as_views(found, unsharded.values(), getattr(of, PLACE, (None, "")))
+    return as_views(found, unsharded.values(), getattr(of, PLACE, (None, "")))
 
 
 def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:
@@ -602,13 +477,13 @@ def _computes(found: Any, given: Sequence[Tensor]) -> bool:
     """
     known = set(map(id, given))
     follows = transforms.transforming()
-    return any((follows or t.requires_grad) and id(t) not in known for t in _tensors(found))
+    return any((follows or t.requires_grad) and id(t) not in known for t in tensors_in(found))
 
 
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
     """`found` with its DTensors made `GatheringTensor`: they may meet plain tensors next."""
     place = next((p for t in given if (p := getattr(t, PLACE, None)) is not None), None)
-    for tensor in _tensors(found):
+    for tensor in tensors_in(found):
         if type(tensor) is DTensor:
             tensor.__class__ = GatheringTensor
             if place is not None:

@@ -1,0 +1,162 @@
+"""What user code gets of a sharded parameter that is a copy: it is read, and writes are refused.
+
+A view of a gathered parameter, or one that DTensor makes of other memory than the shards, shares
+nothing with the parameter. What is written into it would be lost.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fxshard._torch import autograd, modes, transforms, trees
+from fxshard._torch import dtensors as torch_dtensors
+from fxshard.errors import StepError
+from fxshard.runtime.replaced import PLACE
+
+GATHERS = "gathers_itself"  # an attribute of a class that knows what to do with both
+ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
+_ITEMS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+_NOT_VALUES = ("requires_grad_", "share_memory_", "rename_")  # in place, but no writes of values
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in trees.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def name_of(func: Any) -> str:
+    """The name of a function; of an operator's overload, as ``add_.Tensor``, the operator's."""
+    return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+def is_in_place(name: str) -> bool:
+    return name in _ITEMS or (name.endswith("_") and not name.endswith("__"))
+
+
+class CopiedView(Tensor):
+    """A view of a gathered copy of a parameter, with autograd history; it is read-only."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(hasattr(each, GATHERS) for each in types):
+            return NotImplemented
+        with autograd.plain_torch_functions():
+            name = name_of(func)
+            if name not in ACCESS:
+                refuse_into_views(name, args, kwargs)
+            found = func(*args, **kwargs)
+            given = [t for t in tensors_in((args, kwargs)) if isinstance(t, CopiedView)]
+            return as_views(found, given, getattr(given[0], PLACE))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with autograd.plain_torch_functions():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
+    """Raise StepError if a function writes into a `CopiedView`."""
+    written = tensors_in(kwargs.get("out"))
+    if is_in_place(name) and name not in _NOT_VALUES:
+        written += tensors_in([*args, *kwargs.values()][:1])  # nn.init passes a keyword
+    for tensor in written:
+        if isinstance(tensor, CopiedView):
+            raise lost(tensor, name)
+
+
+def as_views(found: Any, of: Iterable[Tensor], place: Any) -> Any:
+    """`found`, in which tensors that share memory with any of `of` are made `CopiedView`."""
+    known = {key for tensor in of for key in memory(tensor)}
+    if is_array(found):
+        found.flags.writeable = False  # in one process it would be the parameter's memory
+        return found
+    leaves, spec = trees.tree_flatten(found)
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and not known.isdisjoint(memory(leaf)):
+            leaves[i] = leaf.as_subclass(CopiedView)
+            setattr(leaves[i], PLACE, place)
+    return trees.tree_unflatten(leaves, spec)
+
+
+def memory(tensor: Tensor) -> set[int]:
+    """The storages of a tensor, below transforms of torch.func that run."""
+    return {each.untyped_storage()._cdata for each in transforms.in_memory(tensor)}
+
+
+def is_array(found: Any) -> bool:
+    """True for an array of numpy, which may share memory with a tensor."""
+    return type(found).__module__ == "numpy" and hasattr(found, "flags")
+
+
+class OnShards(modes.TorchDispatchMode):
+    """Refuses writes that DTensor would lose silently.
+
+    Where DTensor cannot make a view of the shards, it returns a view of a copy. Such copies are
+    marked here, and writes into them raise.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written, views = _aliases(func)
+        for i in written:
+            for tensor in _dtensors(args[i]):
+                refuse_copy(tensor, func.overloadpacket.__name__)
+        found = func(*args, **kwargs)
+        if views and isinstance(args[0], DTensor):
+            for tensor in _dtensors(found):
+                if storage(tensor)._cdata != storage(args[0])._cdata:
+                    mark_copy(storage(tensor))
+        return found
+
+
+def _dtensors(value: Any) -> list[DTensor]:
+    """Those in an argument or a result of an operator."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return [each for each in values if isinstance(each, DTensor)]
+
+
+@functools.cache
+def _aliases(func: Any) -> tuple[tuple[int, ...], bool]:
+    """Which arguments an operator writes, and whether it returns a view of the first one."""
+    aliases = [a.alias_info for a in func._schema.arguments if not a.kwarg_only]
+    written = tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
+    views = not written and bool(aliases) and aliases[0] is not None
+    return written, views
+
+
+def storage(tensor: DTensor) -> torch.UntypedStorage:
+    return torch_dtensors.local_tensor(tensor).untyped_storage()
+
+
+def mark_copy(storage: torch.UntypedStorage) -> None:
+    """What is written into it from now on would be lost, and is refused."""
+    storage._fxshard_copy = True  # type: ignore[attr-defined]
+
+
+def refuse_copy(tensor: DTensor, name: str) -> None:
+    """Raise StepError if what is written into is a view of a copy of a parameter."""
+    if getattr(storage(tensor), "_fxshard_copy", False):
+        raise lost(tensor, name)
+
+
+def named(tensor: Tensor) -> str:
+    """The parameter that a tensor is, or was made of."""
+    _, fqn = getattr(tensor, PLACE, (None, ""))
+    return f"parameter {fqn!r}" if fqn else "a parameter"
+
+
+def lost(tensor: Tensor, name: str) -> StepError:
+    return StepError(
+        f"{name} writes into a part of {named(tensor)} that is a copy here, as the parameter is "
+        f"sharded: it would be lost. Write with an index or a method of it (param[...] = value, "
+        f"param.mul_(2)), or inside of model.summon_full_params()."
+    )
