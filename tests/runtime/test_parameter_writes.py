@@ -1,6 +1,7 @@
 """What user code writes into parameters outside of forward: what one process gets, or refused."""
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +89,9 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
     "detach().copy_": lambda p: p.detach().copy_(VALUES),
     "add_ of one row": lambda p: p.add_(VALUES[0]),
     "+=": lambda p: add(p, VALUES[0]),
+    "**=": lambda p: operator.ipow(p, 2),
+    "//=": lambda p: operator.ifloordiv(p, VALUES + 1),
+    "%= of a row": lambda p: operator.imod(p, VALUES[1]),
     "mul_": lambda p: p.mul_(2),
     "lerp_": lambda p: p.lerp_(VALUES, 0.5),
     "t().copy_": lambda p: p.t().copy_(VALUES.t()),
@@ -237,6 +241,9 @@ def through_views_with_gradients(rank: int, world_size: int) -> None:
                 lambda v: torch.ones(v.shape, out=v),
                 lambda v: torch._foreach_zero_([v]),
                 lambda v: add(v, torch.ones(1)),
+                lambda v: operator.ipow(v, 2),
+                lambda v: operator.ifloordiv(v, 2),
+                lambda v: operator.imod(v, torch.ones(1)),
             ):
                 with torch.no_grad():
                     said = told(lambda write=write, derived=derived: write(derived))
