@@ -15,7 +15,6 @@ from __future__ import annotations
 import array
 import contextlib
 import enum
-import hashlib
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,14 +25,22 @@ import torch
 from torch import nn
 
 from fxshard.capture.held import is_users, slots
-from fxshard.capture.places import ABSENT, PLAIN, Place, State, any_place, names_of, state
+from fxshard.capture.places import (
+    ABSENT,
+    PLAIN,
+    Place,
+    State,
+    any_place,
+    array_contents,
+    names_of,
+    state,
+)
 from fxshard.capture.swapped import STATE, UNIT, users_class
 
 Reads = dict[type, set[str]]  # by class of a module: names of attributes
 
 # nn.Module's, which say what is asked for elsewhere, and ours.
 _OWN = frozenset(vars(nn.Module())) | vars(nn.Module).keys() - {"forward"} | {STATE, UNIT}
-_LARGE = 1 << 16  # bytes of a NumPy array of which a digest is kept
 _HEAP = 1 << 9  # of the flags of a class: it was made by Python code
 _sink: Reads | None = None
 
@@ -239,14 +246,10 @@ def _inside(value: Any, reads: Reads) -> Callable[[], tuple[Any, ...]] | None:
             return lambda: (*value, *value.values())
         case list() | tuple() | set() | frozenset() | deque():
             return lambda: tuple(value)
-        case np.ndarray() if value.dtype.hasobject:
-            return lambda: (str(value.shape), *value.flat)
         case np.memmap() if not value.flags.writeable:
             return None
-        case np.ndarray():
-            return lambda: (str(value.dtype), str(value.shape), _contents(value))
-        case bytearray() | array.array():
-            return lambda: (bytes(value),)
+        case np.ndarray() | bytearray() | array.array():
+            return lambda: array_contents(value)
         case nn.Module() | torch.Tensor() | type() | types.ModuleType() | enum.Enum():
             return None
     if known and _tells(type(value)):
@@ -259,14 +262,6 @@ def _inside(value: Any, reads: Reads) -> Callable[[], tuple[Any, ...]] | None:
     elif hasattr(value, "__dict__") and not callable(value):
         return lambda: _items({n: v for n, v in vars(value).items() if isinstance(v, PLAIN)})
     return None
-
-
-def _contents(values: np.ndarray[Any, Any]) -> bytes:
-    """The bytes of an array; of a large one a digest."""
-    if values.nbytes <= _LARGE:
-        return values.tobytes()
-    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return hashlib.sha256(flat.data).digest()
 
 
 def _read(value: Any, names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from fxshard.capture import (
 )
 from fxshard.capture.alike import Alike
 from fxshard.capture.data_sizes import Told
+from fxshard.capture.held import give_attributes, own_attributes
 from fxshard.errors import CaptureError
 from fxshard.ir.domain import Symbols
 from fxshard.ir.extensions import Extension
@@ -183,8 +184,11 @@ class FlatCall(nn.Module):
         self.alike: Alike | None = None
         self.graph: bytecode.Graph | None = None
         self._names: dict[int, list[tuple[dict[str, Any], str]]] = {}  # of each of its tensors
+        self._own: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
         for slots, key, tensor in modules.slots(request.model):
             self._names.setdefault(id(tensor), []).append((slots, key))
+            if own := own_attributes(tensor):
+                self._own.append((slots, key, own))
         self._around = placed.Around(request.model, request.placed)
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -209,6 +213,8 @@ class FlatCall(nn.Module):
         for (first, key), *others in self._names.values():
             for slots, name in others:  # the trace puts its tensors under their first names alone
                 slots[name] = first[key]
+        for slots, key, own in self._own:
+            give_attributes(slots[key], own)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with _same_data(self.model, buffers), self.autocast:
             alike = self.alike

@@ -12,14 +12,16 @@ import copy
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fxshard._torch import fake_tensors
 from fxshard.capture.repeat.ghosts import Ghost
+from fxshard.ir.tensor_parallel import PLACE
 
 T = TypeVar("T")
 
@@ -50,15 +52,37 @@ def slots(value: Any) -> dict[str, Any]:
     return found
 
 
+def own_attributes(tensor: Tensor) -> dict[str, Any]:
+    """What a user has put on a parameter or a buffer, as ``p.no_weight_decay = True``; of other
+    subclasses of tensors it cannot be told from what they consist of.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) and not isinstance(tensor, DTensor):
+        return {}
+    return {name: value for name, value in vars(tensor).items() if name != PLACE}
+
+
+def give_attributes(tensor: Tensor, attributes: Mapping[str, Any]) -> None:
+    """Put on `tensor` what it does not have."""
+    for name, value in attributes.items():
+        vars(tensor).setdefault(name, value)
+
+
 def copied(modules: T) -> T:
     """`copy.deepcopy`, of tensors too that autograd has made: torch copies none, here they come
     without their history, as a trace takes them.
     """
     memo: dict[int, Any] = {}
+    own = []
     for value in _walked([modules], set(), functools.partial(_data, foreign=True)):
-        if isinstance(value, Tensor) and not value.is_leaf:
-            memo[id(value)] = copy.deepcopy(value.detach(), memo)
-    return copy.deepcopy(modules, memo)
+        if isinstance(value, Tensor):
+            if not value.is_leaf:
+                memo[id(value)] = copy.deepcopy(value.detach(), memo)
+            own.append((id(value), own_attributes(value)))
+    made = copy.deepcopy(modules, memo)
+    for key, attributes in own:  # torch copies parameters without them
+        if key in memo:
+            give_attributes(memo[key], attributes)
+    return made
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -67,6 +91,8 @@ def on_meta(model: nn.Module) -> nn.Module:
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         for p in model.parameters()
     }
+    for p in model.parameters():
+        give_attributes(memo[id(p)], own_attributes(p))
     return copy.deepcopy(model, memo)
 
 

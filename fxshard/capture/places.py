@@ -7,6 +7,7 @@ functions by what they compute.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import repeat
@@ -20,6 +21,7 @@ from fxshard.capture.functions import meaning
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 ABSENT = object()  # of a name that a holder has not
+_LARGE = 1 << 16  # bytes of a NumPy array of which a digest is kept
 
 State = list[tuple[Any, ...]]
 
@@ -44,12 +46,25 @@ def any_place(read: Callable[[], tuple[Any, ...]]) -> Place:
     return Place(before, is_same)
 
 
+def array_contents(values: Any) -> tuple[Any, ...]:
+    """Of a NumPy array, an `array.array` or a bytearray; of many bytes a digest."""
+    if not isinstance(values, np.ndarray):
+        return (bytes(values),)
+    if values.dtype.hasobject:
+        return (str(values.shape), *values.flat)
+    kind = str(values.dtype), str(values.shape)
+    if values.nbytes <= _LARGE:
+        return *kind, values.tobytes()
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return *kind, hashlib.sha256(flat.data).digest()
+
+
 def names_of(held: Mapping[str, Any], names: tuple[str, ...]) -> Place:
     """Attributes of a module or a class. Most names are those of methods: no module has them."""
     before = tuple(map(held.get, names, repeat(ABSENT)))
     there = [(name, value) for name, value in zip(names, before, strict=True) if name in held]
     own, values = [name for name, _ in there], [value for _, value in there]
-    absent, keys, get = tuple(name for name in names if name not in held), held.keys(), held.get
+    absent, keys, get = frozenset(n for n in names if n not in held), held.keys(), held.get
 
     def is_same() -> bool:
         if not keys.isdisjoint(absent):

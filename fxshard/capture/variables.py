@@ -12,23 +12,46 @@ in the traced call.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import contextvars
 import dis
 import enum
 import functools
+import os
 import types
-from collections import deque
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from fxshard.capture.held import LONG, is_users, slots
-from fxshard.capture.places import ABSENT, PLAIN, Place, State, any_place, names_of, state
+from fxshard.capture.places import (
+    ABSENT,
+    PLAIN,
+    Place,
+    State,
+    any_place,
+    array_contents,
+    names_of,
+    state,
+)
 from fxshard.capture.swapped import users_class
 
 # Methods that are called without being named.
-_UNNAMED = frozenset({"forward", "__call__", "__init__", "__getitem__", "__enter__", "__exit__"})
+_UNNAMED = frozenset(
+    {"forward", "backward", "setup_context", "__call__", "__init__", "__getitem__", "__get__"}
+    | {"__enter__", "__exit__", "__missing__", "__iter__", "__len__", "__contains__", "__bool__"}
+)
+# With these, code reads what it names as a string.
+_BY_STRING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__", "globals"})
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+# What is looked at beside: what functions do, and attributes that a user has put on them.
+_CODE, _OF_FUNCTIONS, _OF_TENSORS = "code", "functions", "tensors"
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _NOT_READ = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
@@ -125,9 +148,13 @@ def _places(
     modules = {id(module) for module in tree}
     looked: set[tuple[int, _Names]] = set()
 
-    def read(variables: Mapping[str, Any], names: Collection[str], attributes: _Names) -> None:
-        kept = [name for name in names if (id(variables), name) not in written]
-        held.setdefault(id(variables), (variables, set()))[1].update(kept)
+    def read(
+        variables: Mapping[str, Any], names: Collection[str], attributes: _Names, of: Any = None
+    ) -> None:
+        """Args: `of`: what is always the same, where `variables` are made anew."""
+        key = id(variables if of is None else of)
+        kept = [name for name in names if (key, name) not in written]
+        held.setdefault(key, (variables, set()))[1].update(kept)
         for name in kept:
             look(variables.get(name, ABSENT), attributes)
 
@@ -143,33 +170,64 @@ def _places(
                     modules.add(id(value))
                     read(vars(value), vars(value).keys() - _NOT_READ, attributes)
             case functools.partial():
-                for each in (*value.args, *value.keywords.values()):
+                for each in (value.func, value.args, value.keywords):
                     look(each, attributes)
+            case types.MethodType():
+                look(value.__self__, attributes)
             case types.CellType():
                 look_whole(value, lambda: _contents(value), attributes)
+            case contextvars.ContextVar():
+                look_whole(value, lambda: (value.get(ABSENT),), attributes)
+            case weakref.ref():
+                look_whole(value, lambda: (value() is None,), attributes)
+                look(value(), attributes)
             case dict():
                 if len(value) <= LONG:
                     look_whole(value, lambda: (*dict.keys(value), *dict.values(value)), attributes)
+            case types.MappingProxyType():
+                look_whole(value, lambda: (*value, *value.values()), attributes)
             case list() | tuple() | set() | frozenset() | deque():
                 if len(value) <= LONG:
                     look_whole(value, lambda: tuple(value), attributes)
+            case UserDict() | UserList() | ChainMap():
+                look(value.maps if isinstance(value, ChainMap) else value.data, attributes)
+                look_at_object(value, attributes)
+            case np.ndarray() | bytearray() | array.array():
+                if not isinstance(value, np.memmap) or value.flags.writeable:
+                    look_whole(value, lambda: array_contents(value), attributes)
             case types.ModuleType():
                 if _is_users_file(value.__name__):
                     read(vars(value), attributes & vars(value).keys(), attributes)
             case type():
                 for cls in filter(is_users, value.__mro__):
-                    read(vars(cls), attributes & vars(cls).keys(), attributes)
-            case _ if not callable(value):
+                    read(vars(cls), attributes, attributes, cls)
+            case _ if not callable(value) or is_users(type(value)):
                 look_at_object(value, attributes)
 
     def look_at_object(value: Any, attributes: _Names) -> None:
+        attributes |= named_by_methods(type(value))
         variables = getattr(value, "__dict__", None)
         if isinstance(variables, dict):
             hidden = is_users(type(value)) and hasattr(type(value), "__getattr__")
             read(variables, {*variables} if hidden else attributes, attributes)
-        if is_users(type(value)) and slots(value):
-            names = sorted(attributes & slots(value).keys())
-            look_whole(value, lambda: tuple(getattr(value, n, ABSENT) for n in names), attributes)
+        if is_users(type(value)):
+            look(type(value), attributes)
+            if slots(value):
+                names = sorted(attributes & slots(value).keys())
+                look_whole(
+                    value, lambda: tuple(getattr(value, n, ABSENT) for n in names), attributes
+                )
+
+    @functools.cache
+    def named_by_methods(cls: type) -> _Names:
+        """What the methods of an object read of it."""
+        methods = chain.from_iterable(
+            _inside(value)
+            for each in filter(is_users, cls.__mro__)
+            for value in vars(each).values()
+        )
+        codes = (_read(each.__code__) for each in methods if id(each) in functions)
+        return frozenset().union(*(code.attributes for code in codes))
 
     def look_whole(value: Any, contents: Any, attributes: _Names) -> None:
         if (id(value), "") in written:
@@ -179,19 +237,41 @@ def _places(
         for each in found[id(value)][1].before:
             look(each, attributes)
 
+    def look_at_own(what: str, holders: Sequence[Any], attributes: _Names) -> None:
+        """Attributes that a user puts on functions and tensors; most have none."""
+        look_whole(what, lambda: tuple(len(vars(each)) for each in holders), attributes)
+        for each in holders:
+            if vars(each):
+                read(vars(each), attributes, attributes)
+
+    functions = _functions(tree, others)
     for each in others:
         look(each, frozenset())
-    for function in _functions(tree, others):
-        names, attributes = _read(function.__code__)
+    attributes: _Names = frozenset()
+    for function in functions.values():
+        code = _read(function.__code__)
+        attributes |= code.attributes
         if _is_users_file(function.__globals__.get("__name__")):
-            read(function.__globals__, names, attributes)
-        for cell in function.__closure__ or ():
-            look(cell, attributes)
+            read(function.__globals__, code.names, code.attributes)
+        for value in (*(function.__closure__ or ()), *_defaults(function)):
+            look(value, code.attributes)
+        if not _ENVIRONMENT.isdisjoint(code.names | code.attributes):
+            look_whole(
+                os.environ, lambda: tuple(chain.from_iterable(os.environ.items())), frozenset()
+            )
+    look_whole(
+        _CODE, lambda: tuple(chain.from_iterable(map(_defined, functions.values()))), frozenset()
+    )
+    look_at_own(_OF_FUNCTIONS, [*functions.values()], attributes)
+    tensors = [t for m in tree for t in (*m._parameters.values(), *m._buffers.values())]
+    look_at_own(_OF_TENSORS, [t for t in tensors if t is not None], attributes)
     return held, found
 
 
-def _functions(tree: list[nn.Module], others: Sequence[Any]) -> Iterable[_Function]:
-    """All of the user's that forward may run, by the names in its code; some more than it runs."""
+def _functions(tree: list[nn.Module], others: Sequence[Any]) -> dict[int, _Function]:
+    """All of the user's that forward may run, by the names in its code; some more than it runs. By
+    their ids.
+    """
     found: dict[int, _Function] = {}
     classes: dict[type, None] = {}
     names = set(_UNNAMED)
@@ -214,6 +294,8 @@ def _functions(tree: list[nn.Module], others: Sequence[Any]) -> Iterable[_Functi
                 todo.append(value)
             case functools.partial() | functools.partialmethod() | functools.cached_property():
                 todo.append(value.func)
+            case functools._lru_cache_wrapper():
+                add(value.__wrapped__)
             case _ if is_users(type(value)):
                 add(type(value))
 
@@ -244,7 +326,7 @@ def _functions(tree: list[nn.Module], others: Sequence[Any]) -> Iterable[_Functi
             new = attributes - names
             names |= new
             todo.extend(vars(cls)[name] for cls in classes for name in new & vars(cls).keys())
-    return found.values()
+    return found
 
 
 def _inside(value: Any) -> Iterator[_Function]:
@@ -260,18 +342,42 @@ def _inside(value: Any) -> Iterator[_Function]:
             yield from _inside(value.func)
 
 
+def _defaults(function: _Function) -> Iterator[Any]:
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
+def _defined(function: _Function) -> Iterator[Any]:
+    """What a function does, apart from what it reads."""
+    yield function.__code__
+    yield from _defaults(function)
+
+
+class _Code(NamedTuple):
+    """Attributes:
+    names: the globals that it reads, with the functions inside of it.
+    attributes: the names of attributes that it reads, of whatever.
+    """
+
+    names: _Names
+    attributes: _Names
+
+
 @functools.cache
-def _read(code: types.CodeType) -> tuple[_Names, _Names]:
-    """The globals that `code` reads, with the functions inside of it, and its attributes' names."""
+def _read(code: types.CodeType) -> _Code:
     instructions = [*dis.get_instructions(code)]
     names = {str(each.argval) for each in instructions if each.opname in _GLOBAL}
     attributes = {str(each.argval) for each in instructions if each.opname in _ATTRIBUTE}
+    if not _BY_STRING.isdisjoint(names | attributes):
+        said = {part for each in code.co_consts for part in str(each).split(".")}
+        attributes |= said
+        names |= said if "globals" in names else set()
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             inside = _read(each)
-            names |= inside[0]
-            attributes |= inside[1]
-    return frozenset(names), frozenset(attributes)
+            names |= inside.names
+            attributes |= inside.attributes
+    return _Code(frozenset(names), frozenset(attributes))
 
 
 def _contents(cell: types.CellType) -> tuple[Any, ...]:

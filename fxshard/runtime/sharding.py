@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fxshard._torch import autograd, dtensors
 from fxshard._torch.dtensors import joined, local_part
+from fxshard.capture.held import give_attributes, own_attributes
 from fxshard.config.checked import Config
 from fxshard.errors import StepError, UnitError
 from fxshard.ir.extensions import Extension, drop_computed_scale
@@ -84,6 +85,9 @@ class Slot:
     def place(self, tensor: Any) -> None:
         """Let the module tree hold `tensor` in the place of the parameter."""
         for module, name in self.owners:
+            before = module._parameters.get(name)
+            if isinstance(before, Tensor) and isinstance(tensor, Tensor):
+                give_attributes(tensor, own_attributes(before))
             module._parameters[name] = tensor
 
     @property
@@ -305,6 +309,7 @@ def shard_parameters(sharding: Sharding) -> dict[str, Slot]:
         _give_buffer(buffer, full, owners[id(buffer)])
     for fqn, slot in slots.items():
         note_replaced(fqn, originals[fqn])
+        give_attributes(exposed[fqn], own_attributes(originals[fqn]))
         for module, name in slot.owners:
             module._parameters[name] = exposed[fqn]
     for param in all_params:

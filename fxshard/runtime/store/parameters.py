@@ -339,8 +339,10 @@ class ParameterStore:
         with transforms.outside():
             for slot in slots:
                 stays = self.is_own(slot)
-                if not stays and isinstance(self.world, C10dWorld):
-                    slot.require_dtensor(self.world)
+                if not stays:
+                    self._require_own(slot)
+                    if isinstance(self.world, C10dWorld):
+                        slot.require_dtensor(self.world)
                 if slot.local.is_meta and not local_part(slot.tensor).is_meta:
                     self.allocate(slot)  # a parameter was put in the place of one on meta
                 fqn = slot.param.fqn
@@ -349,6 +351,16 @@ class ParameterStore:
                 slot.restore_storage()
                 if not stays:
                     self._take_over(slot)
+
+    def _require_own(self, slot: Slot) -> None:
+        """Raise StepError if the parameter is that of another name too."""
+        for fqn, other in self.slots.items():
+            if other is not slot and other.is_there and other.tensor is slot.tensor:
+                raise StepError(
+                    f"parameters {slot.param.fqn!r} and {fqn!r} are one since fxshard.compile or "
+                    f"fully_shard: they were tied. Each has a shard of its own; tie them in the "
+                    f"plain model, and compile that."
+                )
 
     def _take_over(self, slot: Slot) -> None:
         """Treat the parameter that is there now as the one that was there before."""
