@@ -34,6 +34,11 @@ class Place:
     is_same: Callable[[], bool]
 
 
+def always() -> bool:
+    """Of what cannot change, such as a tuple."""
+    return True
+
+
 def any_place(read: Callable[[], tuple[Any, ...]]) -> Place:
     before = read()
 

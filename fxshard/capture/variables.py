@@ -6,8 +6,7 @@ a variable holds (a configuration, a module of the user's), the attributes count
 names. At each call all of them are compared with what they were: ``USE_BIAS = False``, or another
 function in a file of a library, asks for another program.
 
-What forward reads of the operating system (files, environment variables, clocks) counts as it was
-in the traced call.
+What forward reads of files and clocks counts as it was in the traced call.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ from __future__ import annotations
 import array
 import contextlib
 import contextvars
+import dataclasses
 import dis
 import enum
 import functools
+import operator
 import os
 import types
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from fxshard.capture.places import (
     PLAIN,
     Place,
     State,
+    always,
     any_place,
     array_contents,
     names_of,
@@ -50,8 +52,7 @@ _UNNAMED = frozenset(
 # With these, code reads what it names as a string.
 _BY_STRING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__", "globals"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
-# What is looked at beside: what functions do, and attributes that a user has put on them.
-_CODE, _OF_FUNCTIONS, _OF_TENSORS = "code", "functions", "tensors"
+_OF_FUNCTIONS, _OF_TENSORS = "functions", "tensors"  # attributes that a user has put on them
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _NOT_READ = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
@@ -72,6 +73,7 @@ class Variables:
         self._given: tuple[list[nn.Module], Sequence[Any]] = [], ()
         self._written: dict[tuple[int, str], Any] = {}  # what a trace has changed: id and name
         self._places: list[Place] | None = None
+        self._checks: list[Callable[[], bool]] = []  # of those that may change
         self._states: list[State] = []
         self._number = 0
 
@@ -83,20 +85,22 @@ class Variables:
             held: functions, modules or objects that are called beside, as a variable may hold them.
         """
         known = self._places is not None and [*map(id, held)] == [*map(id, self._given[1])]
-        if not known or not all(place.is_same() for place in self._places or ()):
+        if not known or not all(is_same() for is_same in self._checks):
             self.changed = self._which()
             self._given = list(tree), [*held]
-            self._places = self._found()
-            now = state(self._places)
+            self._look()
+            now = state(self._places or [])
             if now not in self._states:
                 self._states.append(now)
             self._number = self._states.index(now)
         return self._number
 
-    def _found(self) -> list[Place]:
+    def _look(self) -> None:
         held, whole = _places(*self._given, self._written)
         self._held = [(there, tuple(sorted(names))) for there, names in held.values()]
-        return [names_of(*each) for each in self._held] + [place for _, place in whole.values()]
+        self._places = [names_of(*each) for each in self._held]
+        self._places += [place for _, place in whole.values()]
+        self._checks = [p.is_same for p in self._places if p.is_same is not always]
 
     def _which(self) -> str:
         for (there, names), place in zip(self._held, self._places or (), strict=False):
@@ -126,7 +130,7 @@ class Variables:
         written |= {(key, ""): of for key, (of, place) in whole.items() if not place.is_same()}
         if written and self._places is not None:
             self._written |= written
-            self._places = self._found()
+            self._look()
             self._states[self._number] = state(self._places)
 
 
@@ -147,6 +151,7 @@ def _places(
     found: _Whole = {}
     modules = {id(module) for module in tree}
     looked: set[tuple[int, _Names]] = set()
+    by_methods: dict[type[Any], _Names] = {}
 
     def read(
         variables: Mapping[str, Any], names: Collection[str], attributes: _Names, of: Any = None
@@ -186,7 +191,9 @@ def _places(
                     look_whole(value, lambda: (*dict.keys(value), *dict.values(value)), attributes)
             case types.MappingProxyType():
                 look_whole(value, lambda: (*value, *value.values()), attributes)
-            case list() | tuple() | set() | frozenset() | deque():
+            case tuple() | frozenset():
+                look_whole(value, lambda: tuple(value), attributes)
+            case list() | set() | deque():
                 if len(value) <= LONG:
                     look_whole(value, lambda: tuple(value), attributes)
             case UserDict() | UserList() | ChainMap():
@@ -218,31 +225,36 @@ def _places(
                     value, lambda: tuple(getattr(value, n, ABSENT) for n in names), attributes
                 )
 
-    @functools.cache
-    def named_by_methods(cls: type) -> _Names:
+    def named_by_methods(cls: type[Any]) -> _Names:
         """What the methods of an object read of it."""
+        if cls in by_methods:
+            return by_methods[cls]
         methods = chain.from_iterable(
             _inside(value)
             for each in filter(is_users, cls.__mro__)
             for value in vars(each).values()
         )
         codes = (_read(each.__code__) for each in methods if id(each) in functions)
-        return frozenset().union(*(code.attributes for code in codes))
+        by_methods[cls] = frozenset().union(*(code.attributes for code in codes))
+        return by_methods[cls]
 
     def look_whole(value: Any, contents: Any, attributes: _Names) -> None:
         if (id(value), "") in written:
             return
         if id(value) not in found:
-            found[id(value)] = value, any_place(contents)
+            place = any_place(contents)
+            if type(value) in (tuple, frozenset):
+                place = dataclasses.replace(place, is_same=always)
+            found[id(value)] = value, place
         for each in found[id(value)][1].before:
             look(each, attributes)
 
     def look_at_own(what: str, holders: Sequence[Any], attributes: _Names) -> None:
         """Attributes that a user puts on functions and tensors; most have none."""
-        look_whole(what, lambda: tuple(len(vars(each)) for each in holders), attributes)
-        for each in holders:
-            if vars(each):
-                read(vars(each), attributes, attributes)
+        each_holds = [vars(each) for each in holders]
+        look_whole(what, lambda: tuple(map(len, each_holds)), attributes)
+        for held in filter(None, each_holds):
+            read(held, attributes, attributes)
 
     functions = _functions(tree, others)
     for each in others:
@@ -253,16 +265,18 @@ def _places(
         attributes |= code.attributes
         if _is_users_file(function.__globals__.get("__name__")):
             read(function.__globals__, code.names, code.attributes)
-        for value in (*(function.__closure__ or ()), *_defaults(function)):
+        for value in (
+            *(function.__closure__ or ()),
+            function.__defaults__,
+            function.__kwdefaults__,
+        ):
             look(value, code.attributes)
         if not _ENVIRONMENT.isdisjoint(code.names | code.attributes):
-            look_whole(
-                os.environ, lambda: tuple(chain.from_iterable(os.environ.items())), frozenset()
-            )
-    look_whole(
-        _CODE, lambda: tuple(chain.from_iterable(map(_defined, functions.values()))), frozenset()
-    )
-    look_at_own(_OF_FUNCTIONS, [*functions.values()], attributes)
+            found[id(os.environ)] = os.environ, _environment()
+    every = [*functions.values()]
+    for what in ("__code__", "__defaults__", "__kwdefaults__"):
+        look_whole(what, functools.partial(_of_each, every, what), frozenset())
+    look_at_own(_OF_FUNCTIONS, every, attributes)
     tensors = [t for m in tree for t in (*m._parameters.values(), *m._buffers.values())]
     look_at_own(_OF_TENSORS, [t for t in tensors if t is not None], attributes)
     return held, found
@@ -276,9 +290,13 @@ def _functions(tree: list[nn.Module], others: Sequence[Any]) -> dict[int, _Funct
     classes: dict[type, None] = {}
     names = set(_UNNAMED)
     todo: list[Any] = []
+    added: set[int] = set()
 
     def add(value: Any) -> None:
         """A class gives its methods, once their names are known."""
+        if id(value) in added:
+            return
+        added.add(id(value))
         match value:
             case type() if is_users(value) and value not in classes:
                 for cls in filter(is_users, value.__mro__):
@@ -290,7 +308,10 @@ def _functions(tree: list[nn.Module], others: Sequence[Any]) -> dict[int, _Funct
                     add(users_class(module))
                     for each in vars(module).values():
                         add(each)
-            case _Function() | property() | staticmethod() | classmethod() | types.MethodType():
+            case types.MethodType():
+                todo.append(value)
+                add(value.__self__)
+            case _Function() | property() | staticmethod() | classmethod():
                 todo.append(value)
             case functools.partial() | functools.partialmethod() | functools.cached_property():
                 todo.append(value.func)
@@ -342,15 +363,14 @@ def _inside(value: Any) -> Iterator[_Function]:
             yield from _inside(value.func)
 
 
-def _defaults(function: _Function) -> Iterator[Any]:
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
+def _of_each(functions: list[_Function], what: str) -> tuple[Any, ...]:
+    return tuple(map(operator.attrgetter(what), functions))
 
 
-def _defined(function: _Function) -> Iterator[Any]:
-    """What a function does, apart from what it reads."""
-    yield function.__code__
-    yield from _defaults(function)
+def _environment() -> Place:
+    now = vars(os.environ)["_data"]  # as bytes: os.environ decodes each on each read
+    before = dict(now)
+    return Place((*before, *before.values()), lambda: now == before)
 
 
 class _Code(NamedTuple):

@@ -1,12 +1,18 @@
 """Globals and closures that forward reads: changing one changes what the next call computes."""
 
 import argparse
+import collections
+import contextvars
 import copy
 import functools
+import operator
+import os
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,6 +161,189 @@ def test_a_variable_that_forward_reads_is_changed(case: str) -> None:
     change()
     assert_close(ours(x), eager(x))
     assert programs(ours) == 2
+
+
+class Scaled:
+    """Called by forward; the scale is its own, or its class's."""
+
+    scale = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Doubles(torch.autograd.Function):
+    """Its backward reads a variable, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 * SCALE
+
+
+def an_attribute_of_a_function() -> Case:
+    def compute(x: Tensor) -> Tensor:
+        return x * compute.scale  # type: ignore[attr-defined, no-any-return]
+
+    compute.scale = 1.0  # type: ignore[attr-defined]
+    return compute, lambda: setattr(compute, "scale", 3.0)
+
+
+def a_default_of_a_function() -> Case:
+    def compute(x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+    return compute, lambda: setattr(compute, "__defaults__", (3.0,))
+
+
+def the_code_of_a_function() -> Case:
+    def compute(x: Tensor) -> Tensor:
+        return x * 1
+
+    return compute, lambda: setattr(compute, "__code__", doubled.__code__)
+
+
+def a_keyword_of_a_partial() -> Case:
+    held = functools.partial(torch.mul, other=2.0)
+    return lambda x: held(x), lambda: held.keywords.update(other=3.0)
+
+
+def an_object_that_is_called() -> Case:
+    held = Scaled()
+    return lambda x: held(x), lambda: setattr(held, "scale", 3.0)
+
+
+def the_class_of_an_object() -> Case:
+    class Own(Scaled):
+        scale = 1.0
+
+    held = Own()
+    return lambda x: x * held.scale, lambda: setattr(Own, "scale", 3.0)
+
+
+def a_weak_reference() -> Case:
+    kept = Scaled()
+    held = weakref.ref(kept)
+    return lambda x: x * held().scale, lambda: setattr(kept, "scale", 3.0)  # type: ignore[union-attr]
+
+
+def a_context_variable() -> Case:
+    held = contextvars.ContextVar("held", default=1.0)
+    return lambda x: x * held.get(), lambda: held.set(3.0) and None
+
+
+def a_user_dict() -> Case:
+    held: Any = collections.UserDict(scale=1.0)
+    return lambda x: x * held["scale"], lambda: held.update(scale=3.0)
+
+
+def a_view_of_a_dict() -> Case:
+    held = {"scale": 1.0}
+    view = types.MappingProxyType(held)
+    return lambda x: x * view["scale"], lambda: held.update(scale=3.0)
+
+
+def an_array() -> Case:
+    held = np.ones(2)
+    return lambda x: x * float(held[0]), lambda: held.fill(3.0)
+
+
+def by_a_string() -> Case:
+    held = types.SimpleNamespace(inner=types.SimpleNamespace(scale=1.0))
+    read = operator.attrgetter("inner.scale")
+    return (
+        lambda x: x * getattr(held.inner, "scale") * vars(held)["inner"].scale,  # noqa: B009
+        lambda: setattr(held.inner, "scale", 3.0 * read(held)),
+    )
+
+
+def of_a_cached_function() -> Case:
+    @functools.lru_cache
+    def cached() -> float:
+        return SCALE
+
+    def change() -> None:
+        put("SCALE", 3.0)
+        cached.cache_clear()
+
+    return lambda x: x * cached(), change
+
+
+def the_environment() -> Case:
+    def compute(x: Tensor) -> Tensor:
+        return x * float(os.environ.get("FXSHARD_TEST_SCALE", "1"))
+
+    return compute, lambda: os.environ.update(FXSHARD_TEST_SCALE="3")
+
+
+def of_a_backward() -> Case:
+    return Doubles.apply, lambda: put("SCALE", 3.0)  # type: ignore[no-untyped-call]
+
+
+MADE: list[Callable[[], Case]] = [
+    an_attribute_of_a_function,
+    a_default_of_a_function,
+    the_code_of_a_function,
+    a_keyword_of_a_partial,
+    an_object_that_is_called,
+    the_class_of_an_object,
+    a_weak_reference,
+    a_context_variable,
+    a_user_dict,
+    a_view_of_a_dict,
+    an_array,
+    by_a_string,
+    of_a_cached_function,
+    the_environment,
+    of_a_backward,
+]
+
+
+@pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
+def test_what_forward_reads_is_changed(
+    make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FXSHARD_TEST_SCALE", raising=False)
+    compute, change = make()
+    eager, ours = both(lambda x: compute(x))
+    x = torch.arange(8.0).view(2, 4) / 8
+    for _ in range(2):
+        for model in (eager, ours):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        assert_close(ours(x), eager(x))
+        assert_close(ours.linear.weight.grad, eager.linear.weight.grad)
+        change()
+    assert programs(ours) == 2
+
+
+class Tagged(Computes):
+    """What it computes depends on attributes that a user puts on a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(doubled)
+        self.register_buffer("seen", torch.ones(4))
+        self.linear.weight.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.linear.weight.scale * getattr(self.seen, "scale", 1.0)
+        return super().forward(x) * scale  # type: ignore[no-any-return]
+
+
+def test_attributes_of_parameters_and_buffers() -> None:
+    eager, ours = eager_and_ours(Tagged)
+    x = torch.ones(2, 4)
+    assert_close(ours(x), eager(x))
+    for model in (eager, ours):
+        model.linear.weight.scale = 3.0
+    assert_close(ours(x), eager(x))
+    for model in (eager, ours):
+        model.seen.scale = 5.0
+    assert_close(ours(x), eager(x))
+    assert programs(ours) == 3
 
 
 def test_a_closure() -> None:

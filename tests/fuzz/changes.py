@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import linecache
+import os
 import random
 import sys
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fxshard
-from fxshard.errors import FxshardError, PassError, VerifyError
 from tests.fuzz.change_parts import ACTIONS, CALLS, PARTS, STRUCTURAL, Part
+from tests.fuzz.judge import Verdict, of_error
 from tests.fuzz.many import quiet
-from tests.fuzz.train import Seen, full, parts
+from tests.fuzz.train import Seen, full, states
 
 HEAD = """
 import abc, argparse, collections, contextlib, contextvars, copy, dataclasses, enum, functools
@@ -95,6 +97,11 @@ class Script:
     code: str
     events: tuple[str | tuple[str, str], ...]
     options: dict[str, Any]
+
+    def at(self, number: int) -> str:
+        """Where an event is, for a verdict."""
+        before = [event for event in self.events[:number] if isinstance(event, str)]
+        return f" [event {number}: {self.events[number]}, after {before[-3:]}]"
 
     def __str__(self) -> str:
         lines = [each if isinstance(each, str) else f"{each[0]}: {each[1]}" for each in self.events]
@@ -170,101 +177,92 @@ def valid(script: Script) -> Script:
 
 
 class Side:
-    """A model in a module of its own; eager PyTorch's or fxshard's."""
+    """A model in a file of its own."""
 
-    def __init__(self, script: Script, name: str, rank: int) -> None:
+    def __init__(self, script: Script, rank: int) -> None:
+        name = f"changes_{rank}"
         path = f"<{name}>"
-        linecache.cache[path] = (
-            len(script.code), None, script.code.splitlines(keepends=True), path,
-        )  # fmt: skip
+        lines = script.code.splitlines(keepends=True)
+        linecache.cache[path] = (len(script.code), None, lines, path)
         module = sys.modules[name] = types.ModuleType(name)
         self.space: dict[str, Any] = module.__dict__
         exec(compile(script.code, path, "exec"), self.space)
         torch.manual_seed(0)
-        self.space["model"] = self.space["Model"]()
-        self.space["rank"] = rank
-        self.space["renew"] = self.renew
+        self.space |= {"model": self.space["Model"](), "rank": rank, "renew": self.renew}
         self.rank = rank
-        self.last: Tensor | None = None
-        self.renew()
 
     @property
     def model(self) -> nn.Module:
-        return self.space["model"]  # type: ignore[no-any-return]
+        model: nn.Module = self.space["model"]
+        return model
 
     def renew(self) -> None:
         """An optimizer for the parameters that there are now."""
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.5)
 
-    def forward(self, how: str, text: str) -> Seen:
+    def called(self, how: str, text: str) -> Seen:
         """A call, and its backward where it trains."""
         torch.manual_seed(1000 + self.rank)
-        random.seed(1000 + self.rank)
         with torch.no_grad() if how == "evaluate" else torch.enable_grad():
             out = eval(text if "model" in text else f"model({text})", self.space)
-            seen: Seen = {
-                key: value.detach().clone() if isinstance(value, Tensor) else value
-                for key, value in parts(out, "output")
-            }
             if how == "train":
-                loss = out.float().square().mean()
-                loss.backward()
-        return seen
+                out.float().square().mean().add(1e-3).sqrt().backward()
+        return {"output": out.detach().clone()}
 
-    def gradients(self) -> list[Tensor | None]:
-        return [p.grad for p in self.model.parameters()]
-
-    def step(self) -> Seen:
-        seen: Seen = {
-            f"gradient {name}": None if p.grad is None else full(p.grad)
-            for name, p in self.model.named_parameters()
-        }
+    def stepped(self) -> Seen:
+        """The gradients, which the optimizer then takes."""
+        named = self.model.named_parameters()
+        seen = {f"gradient {name}": None if p.grad is None else full(p.grad) for name, p in named}
         self.optimizer.step()
         self.optimizer.zero_grad()
         return seen
 
-    def states(self) -> Seen:
-        seen = {name: full(p) for name, p in self.model.named_parameters()}
-        return seen | {name: full(b) for name, b in self.model.named_buffers()}
 
-
-def played(script: Script, ranks: Sequence[int], ours: Any = None) -> Iterator[Seen]:
-    """What is seen after each event: of eager PyTorch of all `ranks`, or of fxshard of the one.
+def played(
+    script: Script, ranks: Sequence[int], prepare: Callable[[nn.Module], None] | None = None
+) -> Iterator[list[Seen]]:
+    """What is seen after each event, of each rank.
 
     Args:
-        ours: the number of ranks, or `torchrun`'s.
+        ranks: with more than one, all of them: gradients are averaged over them.
+        prepare: called with each model before the first event.
     """
-    kept = torch.get_default_dtype()
-    env, dt = dict(__import__("os").environ), torch.are_deterministic_algorithms_enabled()
-    try:
-        sides = [Side(script, f"changes_{ours or 'eager'}_{rank}", rank) for rank in ranks]
-        if ours is not None:
-            fxshard.compile(sides[0].model, world_size=ours, **script.options)
-            sides[0].renew()
+    with as_before():
+        sides = [Side(script, rank) for rank in ranks]
+        for side in sides:
+            if prepare is not None:
+                prepare(side.model)
+            side.renew()
         for event in script.events:
             if isinstance(event, str):
                 for side in sides:
+                    torch.manual_seed(0)  # new parameters are equal on all sides
                     exec(event, side.space)
-                yield [{} for _ in sides] if ours is None else {}
+                yield [{} for _ in sides]
                 continue
-            seen = [side.forward(*event) for side in sides]
+            seen = [side.called(*event) for side in sides]
             if event[0] == "train":
-                average([side.gradients() for side in sides])
+                average([[p.grad for p in side.model.parameters()] for side in sides])
                 for side, each in zip(sides, seen, strict=True):
-                    each |= side.step()
-            for side, each in zip(sides, seen, strict=True):
-                each |= side.states()
-            yield seen if ours is None else seen[0]
+                    each |= side.stepped()
+            yield [each | states(side.model) for side, each in zip(sides, seen, strict=True)]
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """What scripts set for the whole process is put back after the block."""
+    environment, dtype = dict(os.environ), torch.get_default_dtype()
+    try:
+        with torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+            for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+                patch.setattr(nn.modules.module, name, collections.OrderedDict())
+            yield
     finally:
-        torch.set_default_dtype(kept)
-        torch.use_deterministic_algorithms(dt)
-        torch.set_grad_enabled(True)
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision("highest")
-        environ = __import__("os").environ
-        environ.clear()
-        environ.update(env)
-        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
-            getattr(nn.modules.module, name).clear()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def average(gradients: list[list[Tensor | None]]) -> None:
@@ -278,51 +276,47 @@ def average(gradients: list[list[Tensor | None]]) -> None:
                 g.copy_(mean)
 
 
-@dataclasses.dataclass
-class Verdict:
-    kind: str
-    reason: str = ""
-    detail: str = ""
+def judged(script: Script, ranks: int = 1, rank: int = 0, world_size: int | None = 2) -> Verdict:
+    """How fxshard comes out beside eager PyTorch.
+
+    Args:
+        ranks: as many batches are there for each call; of the ranks of the process group.
+        rank: this one.
+        world_size: of `fxshard.compile`; None on real ranks.
+    """
+    theirs = list(played(script, range(ranks)))
+    ours: list[list[Seen]] = []
+    error: Exception | None = None
+    try:
+        ours += played(script, [rank], lambda model: compiled(model, script, world_size))
+    except Exception as raised:
+        error = raised
+    for number, (seen, wanted) in enumerate(zip(ours, theirs, strict=False)):
+        mine, their = seen[0], wanted[rank]
+        apart = [key for key in {**their, **mine} if not close(mine.get(key), their.get(key))]
+        if apart:
+            lines = [f"{key}: {mine.get(key)} for {their.get(key)}" for key in apart]
+            return Verdict("wrong", f"{apart[0]}{script.at(number)}", "\n".join(lines))
+    if error is None:
+        return Verdict("right")
+    found = of_error(error)
+    return dataclasses.replace(found, reason=f"{found.reason}{script.at(len(ours))}")
 
 
-def _close(ours: Any, theirs: Any) -> bool:
+def compiled(model: nn.Module, script: Script, world_size: int | None) -> None:
+    fxshard.compile(model, world_size=world_size, **script.options)
+
+
+def close(ours: Any, theirs: Any) -> bool:
     if not (isinstance(ours, Tensor) and isinstance(theirs, Tensor)):
         return not isinstance(ours, Tensor) and not isinstance(theirs, Tensor) and ours == theirs
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        return False
-    half = ours.dtype in (torch.bfloat16, torch.float16)
-    return torch.allclose(ours, theirs, *((3e-2, 3e-2) if half else (1e-4, 1e-5)), equal_nan=True)
+    same = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    return same and torch.allclose(ours, theirs, 1e-4, 1e-5)
 
 
-def judged(script: Script, ranks: int = 1, rank: int = 0, ours: Any = 2) -> Verdict:
-    """How far fxshard comes beside eager PyTorch."""
-    theirs = [each for each in played(script, range(ranks))]
-    done = 0
-    try:
-        for event, seen, want in zip(
-            script.events, played(script, [rank], ours), theirs, strict=True
-        ):
-            done += 1
-            wanted = want[rank]
-            apart = [
-                k for k in dict.fromkeys([*wanted, *seen]) if not _close(seen.get(k), wanted.get(k))
-            ]
-            if apart:
-                last = [e for e in script.events[:done] if isinstance(e, str)][-3:]
-                return Verdict(
-                    "wrong", f"event {done - 1}: {apart[0]} after {last}",
-                    "\n".join(f"{k}: {seen.get(k)} for {wanted.get(k)}" for k in apart),
-                )  # fmt: skip
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        event = script.events[done] if done < len(script.events) else "?"
-        said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        refused = isinstance(error, FxshardError) and not isinstance(
-            error, (VerifyError, PassError)
-        )
-        last = [e for e in script.events[:done] if isinstance(e, str)][-2:]
-        return Verdict("refused" if refused else "crash", f"{said} [at {event} after {last}]", text)
-    return Verdict("right")
+def on_rank(rank: int, world_size: int, seeds: Sequence[int]) -> list[Verdict]:
+    """What a rank says of each case, all of which have a batch of their own on each."""
+    return [judged(drawn(seed), world_size, rank, None) for seed in seeds]
 
 
 def main() -> None:
