@@ -210,7 +210,7 @@ def put_back(rank: int, size: int, how: str) -> None:
 
 
 def other_ways(rank: int, size: int, how: str) -> None:
-    """What shares the memory that a parameter leaves keeps its values, whatever it leaves it for."""
+    """What shares the memory that a parameter leaves keeps its values, in other ways too."""
     found = []
     for model in (net(), MAKERS[how](net())):
         first, second = model[0].weight, model[1].weight
