@@ -1,8 +1,8 @@
 """Refuses optimizers that would silently train nothing, or train wrongly.
 
 `fxshard.compile` replaces the parameters of a model by sharded ones: an optimizer made before that
-finds no gradients. A state that was saved of plain parameters does not fit them. Adafactor scales its steps by norms that it reads as Python numbers, and
-DTensors give those of one rank.
+finds no gradients. A state that was saved of plain parameters does not fit them. Adafactor scales
+its steps by norms that it reads as Python numbers, and DTensors give those of one rank.
 
 Where `fxshard.fully_shard` was called on blocks and never on the model, parameters outside of the
 blocks are plain ones, and nothing reduces their gradients.

@@ -484,7 +484,7 @@ def leave(slot: Slot) -> None:
     In one process ``param.data = ...`` gives a parameter the memory of another tensor. Here it is
     given the values, and they must not be written where others read those before.
     """
-    if not slot.local.is_meta:
+    if not local_part(slot.tensor).is_meta:
         lay_out([slot])
 
 
