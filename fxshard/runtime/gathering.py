@@ -301,7 +301,7 @@ def _accessed(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> A
     return _gathering(found, [tensor]) if attribute == "data" else found
 
 
-def _set_data(into: DTensor, value: Tensor) -> None:
+def _set_data(into: Any, value: Tensor) -> None:
     """``param.data = value``: this rank's rows, in memory of their own. (torch would lose those of
     a DTensor.)
 
