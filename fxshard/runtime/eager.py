@@ -215,10 +215,10 @@ class Forwards:
         if source is not None:
             size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
             now: Tensor = source.slot.tensor
-            before = weakref.ref(now), autograd.version(now), source.exchanges()
+            before = weakref.ref(now), autograd.version(now), source.slot.moves
             # Not `source` itself, which must die with the memory.
             return functools.partial(
-                _again, source.slot, source.gather, source.exchanges, before, size, stride, offset
+                _again, source.slot, source.gather, before, size, stride, offset
             )
         if self._around is not None:  # the user's hooks: autograd calls the innermost pair only
             pack, unpack = self._around
@@ -233,19 +233,16 @@ class Gathered:
     Attributes:
         slot: the parameter.
         gather: gathers it again.
-        exchanges: how often the values of another parameter have taken the place of its own.
     """
 
     slot: Slot
     gather: Callable[[], Tensor]
-    exchanges: Callable[[], int | None]
 
 
 def _again(
     slot: Slot,
     gather: Callable[[], Tensor],
-    exchanges: Callable[[], int | None],
-    before: tuple[weakref.ref[Tensor], int, int | None],
+    before: tuple[weakref.ref[Tensor], int, int],
     size: Any,
     stride: Any,
     offset: int,
@@ -255,10 +252,10 @@ def _again(
     Raises:
         StepError: the parameter was changed since `before`, or exchanged.
     """
-    reference, version, count = before
+    reference, version, moves = before
     tensor = reference()  # functional_call may have taken it out of the module tree again
     written = tensor is not None and autograd.version(tensor) != version
-    if written or exchanges() != count:
+    if written or slot.moves != moves:
         raise StepError(
             f"parameter {slot.param.fqn!r} was changed in place between a forward and its "
             f"backward, which reads it. Call backward first (before optimizer.step())."

@@ -56,6 +56,7 @@ from fxshard.runtime.copies import (
 from fxshard.runtime.replaced import PLACE
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
+from fxshard.runtime.state import leave
 from fxshard.runtime.store.reads import WRITTEN_COPY
 from fxshard.runtime.world.c10d import C10dWorld
 
@@ -300,8 +301,12 @@ def _accessed(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> A
     return _gathering(found, [tensor]) if attribute == "data" else found
 
 
-def _set_data(into: DTensor, value: Tensor) -> None:
-    """``param.data = value``: copy this rank's rows. (torch would lose those of a DTensor.)
+def _set_data(into: Any, value: Tensor) -> None:
+    """``param.data = value``: this rank's rows, in memory of their own. (torch would lose those of
+    a DTensor.)
+
+    As in one process, who holds the memory before (``param.data``, ``detach()``, a state dict)
+    keeps its values: they may be put back.
 
     Raises:
         StepError: the shape or dtype is not that of the parameter.
@@ -313,8 +318,13 @@ def _set_data(into: DTensor, value: Tensor) -> None:
             f"(model.to(...)), or change the plain model, and compile that."
         )
     refuse_copy(into, "param.data = ...")
+    own = value.detach() if isinstance(value, DTensor) else sharded_like(value.detach(), into)
+    _, slot = _origin(into)
     with torch.no_grad():
-        own = value.detach() if isinstance(value, DTensor) else sharded_like(value.detach(), into)
+        if slot is not None and slot.tensor is into:
+            leave(slot)
+        else:  # of param.detach(), say, which the parameter does not follow
+            torch_dtensors.set_local_tensor(into, torch_dtensors.local_tensor(into).clone())
         into.copy_(own)
 
 

@@ -85,6 +85,7 @@ def _take_rows(
 def _assigned(slot: Slot, value: DTensor) -> nn.Parameter:
     """A new parameter, in all places of the old one, of which `value` is an alias."""
     before: Any = slot.tensor
+    state.leave(slot)
     slot.local.copy_(local_part(value))
     if type(value) is DTensor:  # no parameter, and no view of one: those have memory of their own
         dtensors.set_local_tensor(value, slot.as_held(slot.local))

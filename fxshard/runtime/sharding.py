@@ -45,6 +45,7 @@ class Slot:
         local: the view of them that the parameter holds: this rank's rows, or all (in-process). On
             the meta device until its unit gets memory; the parameter until it gets values.
         owners: every (module, name) that holds it; several if it is tied.
+        moves: how often it was given other memory, whose version counters begin again.
     """
 
     param: Param
@@ -52,6 +53,7 @@ class Slot:
     shards: list[Tensor]
     local: Tensor
     owners: list[tuple[nn.Module, str]]
+    moves: int = 0
 
     @property
     def tensor(self) -> nn.Parameter:
@@ -162,23 +164,8 @@ class Slot:
             f"model (model.to(...)), or do it before fxshard.compile."
         )
 
-    def let_go(self, before: nn.Parameter | None) -> bool:
-        """True if the parameter that is there now has memory, and so values, of its own.
-
-        The one before it gets memory of its own too, with its values: it may come back, as
-        ``functional_call`` puts parameters in the place of others for one call.
-        """
-        own = self.local.data_ptr()
-        if self.local.is_meta or local_part(self.tensor).data_ptr() == own:
-            return False  # the detach() of the one before, say
-        if isinstance(before, DTensor) and local_part(before).data_ptr() == own:
-            dtensors.set_local_tensor(before, dtensors.local_tensor(before).detach().clone())
-        elif before is not None and local_part(before).data_ptr() == own:
-            before.data = before.detach().clone()
-        return True
-
-    def restore_storage(self) -> None:
-        """Put the parameter back on the storage of its shards, if something gave it another.
+    def is_elsewhere(self) -> bool:
+        """True if something gave the parameter other memory than its shards.
 
         ``load_state_dict(assign=True)`` and ``module.to(...)`` do; in one process also
         ``param.data = ...``, of which `fxshard.runtime.gathering` takes this rank's rows otherwise.
@@ -192,14 +179,14 @@ class Slot:
         stays = now.data_ptr() == own.data_ptr() and now.dtype is own.dtype
         stays = stays and now.shape == own.shape and now.stride() == own.stride()
         if stays and len(self.owners) == 1:
-            return
+            return False
         if any(module._parameters[name] is not tensor for module, name in self.owners):
             raise StepError(
                 f"parameter {self.param.fqn!r} is not tied to {self.param.aliases[1:]} any more. "
                 f"Tie them again (load_state_dict without assign=True keeps them tied)."
             )
         if now.is_meta and not own.is_meta and now.shape == own.shape:
-            return  # its unit has memory already; `ParameterStore.require_filled` complains
+            return False  # its unit has memory already; `ParameterStore.require_filled` complains
         placed = self.param.placed
         shape = self.param.shape if placed is None else placed.shape
         others = isinstance(tensor, DTensor) and tuple(tensor.shape) != tuple(shape)
@@ -208,17 +195,12 @@ class Slot:
                 f"its local part is {list(now.shape)} {now.dtype} on {now.device}; when it was "
                 f"sharded it was {list(own.shape)} {own.dtype} on {own.device}"
             )
-        if not stays:
-            own.copy_(now.detach().clone())  # param.data = param.data.t(): one storage
-            if isinstance(tensor, DTensor):
-                dtensors.set_local_tensor(tensor, self.as_held(own))
-            elif self.param.extension is None:
-                tensor.data = own
-            else:
-                raise StepError(
-                    f"parameter {self.param.fqn!r}, a {self.param.extension.kind.__name__}, was "
-                    f"given other memory. Write values into it (copy_) in place of exchanging it."
-                )
+        if not stays and self.param.extension is not None and not isinstance(tensor, DTensor):
+            raise StepError(
+                f"parameter {self.param.fqn!r}, a {self.param.extension.kind.__name__}, was "
+                f"given other memory. Write values into it (copy_) in place of exchanging it."
+            )
+        return not stays
 
 
 @dataclasses.dataclass(frozen=True)

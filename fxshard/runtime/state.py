@@ -466,14 +466,39 @@ def lay_out(slots: Sequence[Slot]) -> None:
     for (_, dtype, device, _), members in groups.items():
         placed = in_flat_storage(dataclasses.replace(s.layout, dtype=dtype) for s in members)
         ranks, (numel,) = len(members[0].shards), flat_numels(placed).values()
-        flat = torch.zeros(ranks * numel, dtype=dtype, device=device)
+        pin = members[0].local.is_pinned()
+        flat = torch.zeros(ranks * numel, dtype=dtype, device=device, pin_memory=pin)
         for slot, layout in zip(members, placed, strict=True):
             slot.param = dataclasses.replace(slot.param, dtype=dtype)
             slot.layout, slot.shards = layout, layout.shards_in(flat, ranks)
+            slot.moves += 1
             # In-process, the rows of the full parameter continue in the shards after the first.
             slot.local = slot.shards[0].as_strided(slot.local.shape, slot.local.stride())
             slot.local.copy_(local_part(slot.tensor).detach())
             _set_storage(slot.tensor, slot.as_held(slot.local))
+
+
+def leave(slot: Slot) -> None:
+    """Move a parameter to other memory: who holds that of now, a state dict say, keeps its values.
+
+    In one process ``param.data = ...`` gives a parameter the memory of another tensor. Here it is
+    given the values, and they must not be written where others read those before.
+    """
+    if not local_part(slot.tensor).is_meta:
+        lay_out([slot])
+
+
+def restore_storage(slot: Slot) -> None:
+    """Put the parameter back on the memory of its shards, if something gave it another.
+
+    It is other memory than before: the parameter that was there, if it is another, keeps its own,
+    and may come back, as ``functional_call`` puts parameters in the place of others for one call.
+
+    Raises:
+        StepError: see `Slot.is_elsewhere`.
+    """
+    if slot.is_elsewhere():
+        lay_out([slot])
 
 
 def _set_storage(tensor: Tensor, local: Tensor) -> None:
@@ -486,7 +511,7 @@ def _set_storage(tensor: Tensor, local: Tensor) -> None:
 def copied(slots: Mapping[str, Slot], memo: dict[int, Any]) -> dict[str, Slot]:
     """Deep copies of `slots`, with a parameter of its own for each; modules are found by `memo`."""
     for slot in slots.values():
-        slot.restore_storage()
+        restore_storage(slot)
         copy.deepcopy(slot.shards, memo)  # views of one storage stay so: memo holds the storage
         local, tensor = copy.deepcopy(slot.local, memo), slot.tensor
         if isinstance(tensor, DTensor):

@@ -527,7 +527,7 @@ def _versions(
                 continue
             if role == "shard":  # operators on a DTensor raise its version, not its local part's
                 slot = slots[name]
-                found.append((name, (version(slot.sent(0)), version(slot.tensor))))
+                found.append((name, (slot.moves, version(slot.sent(0)), version(slot.tensor))))
                 continue
             what = program.signature.input_names[int(name)] if role == "input" else name
             found.append((what, (version(call.runtime.value(node, program, batch, 0)),)))

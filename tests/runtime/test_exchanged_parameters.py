@@ -189,3 +189,66 @@ def test_a_state_loaded_while_a_unit_is_unsharded(ranks: Any, assign: bool) -> N
     assert set(ranks(2).run(loaded_while_unsharded, assign, "the model")) == {"no error"}
     for said in ranks(2).run(loaded_while_unsharded, assign, "a part"):
         assert "between unshard() and reshard() of its module, and that is lost" in said
+
+
+def put_back(rank: int, size: int, how: str) -> None:
+    """As averages of weights are evaluated: other values by ``param.data = ...``, and back."""
+    for share in (lambda p: p.data, lambda p: p.detach(), lambda p: p.detach().t().t()):
+        found = []
+        for model in (net(), MAKERS[how](net())):
+            x = torch.full((2, 4), 1.0)
+            model(x)
+            before = {p: share(p) if p.dim() > 1 else p.data for p in model.parameters()}
+            for p in before:
+                p.data = 2 * p.data
+            doubled = model(x).detach()
+            for p, values in before.items():
+                p.data = values
+            with torch.no_grad():
+                found.append([doubled, model(x), model[0](x), *map(full, before)])
+        assert_close(*found)
+
+
+def other_ways(rank: int, size: int, how: str) -> None:
+    """What shares the memory that a parameter leaves keeps its values, in other ways too."""
+    found = []
+    for model in (net(), MAKERS[how](net())):
+        first, second = model[0].weight, model[1].weight
+        before = [first.data, second.data, model.state_dict()["0.bias"]]
+        first.data, second.data = second.data, first.data
+        first.detach().data = torch.zeros_like(first)  # changes nothing
+        model.load_state_dict({n: 3 * t for n, t in model.state_dict().items()}, assign=True)
+        model[1].weight = nn.Parameter(2 * model[1].weight.detach())
+        with torch.no_grad():
+            found.append([*map(full, before), model(torch.full((2, 4), 1.0))])
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("run", [put_back, other_ways])
+@pytest.mark.parametrize("how", MAKERS)
+def test_values_before_are_kept_for_who_shares_their_memory(
+    ranks: Any, how: str, run: Callable[..., None]
+) -> None:
+    ranks(2).run(run, how)
+
+
+@pytest.mark.parametrize("run", [put_back, other_ways])
+def test_values_before_are_kept_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]
+) -> None:
+    monkeypatch.setitem(MAKERS, "here", lambda model: fxshard.compile(model, world_size=2))
+    run(0, 1, "here")
+
+
+def before_backward(rank: int, size: int, how: str) -> str:
+    model: Any = MAKERS[how](net())
+    loss = model(torch.ones(2, 4)).square().sum()
+    for param in model.parameters():
+        param.data = 2 * param.data
+    return told(loss.backward)
+
+
+@pytest.mark.parametrize("how", MAKERS)
+def test_other_values_before_backward_are_refused(ranks: Any, how: str) -> None:
+    for error in ranks(2).run(before_backward, how):
+        assert "was changed in place between a forward and its backward" in error

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import OptimStateKeyType
 from torch.testing import assert_close
 
 import fxshard
@@ -207,3 +209,27 @@ def test_an_optimizer_of_another_model_on_one_rank_is_refused_on_all(
             assert text.startswith("CheckpointError")
             assert "rank 1: ValueError: the optimizer holds tensors that are no" in text
         assert after == "no error"
+
+
+def of_one_process(rank: int, world_size: int) -> str:
+    """Load the full state of a plain model's optimizer as it is; then by names, and go on."""
+    plain = build()
+    before = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, before, BATCH)
+    state = copy.deepcopy(before.state_dict())
+    model = fxshard.compile(copy.deepcopy(plain))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    batch = BATCH.chunk(world_size)[rank]
+    said = told(lambda: train(model, optimizer, batch))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    by_name = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain)
+    model.optim_state_dict_to_load(optimizer, by_name, load_directly=True)
+    assert_close(train(model, optimizer, batch), train(plain, before, BATCH))
+    return said
+
+
+def test_a_state_of_plain_parameters_is_refused_with_what_to_do(ranks: Any) -> None:
+    for said in ranks(2).run(of_one_process):
+        assert said.startswith("StepError: 'exp_avg' of parameter '0.weight' in the state of this")
+        assert "rekey_optim_state_dict" in said

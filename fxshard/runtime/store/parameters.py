@@ -97,7 +97,6 @@ class ParameterStore:
         self.device: str = self.compute_device()
         self.structure = Structure(self.model)
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
-        self.exchanges: dict[str, int] = {}  # by FQN: how often other values took the place
 
     def _in_full_precision(self) -> bool:
         """True if calls compute as if no unit had a policy."""
@@ -334,7 +333,7 @@ class ParameterStore:
         """Put parameters back on the storage of their shards, where they were exchanged.
 
         Raises:
-            StepError: see `Slot.restore_storage` and `Slot.require_dtensor`.
+            StepError: see `Slot.is_elsewhere` and `Slot.require_dtensor`.
         """
         with transforms.outside():
             for slot in slots:
@@ -345,10 +344,7 @@ class ParameterStore:
                         slot.require_dtensor(self.world)
                 if slot.local.is_meta and not local_part(slot.tensor).is_meta:
                     self.allocate(slot)  # a parameter was put in the place of one on meta
-                fqn = slot.param.fqn
-                if not stays and slot.let_go(self._seen.get(fqn)):
-                    self.exchanges[fqn] = self.exchanges.get(fqn, 0) + 1
-                slot.restore_storage()
+                state.restore_storage(slot)
                 if not stays:
                     self._take_over(slot)
 
@@ -523,7 +519,7 @@ class ParameterStore:
 
     def fresh(self) -> dict[str, Any]:
         """Attributes that a copy starts with; gradients are not copied, as in torch."""
-        empty = ("accumulated", "partial", "kept", "gathered_in", "exchanges", "_seen")
+        empty = ("accumulated", "partial", "kept", "gathered_in", "_seen")
         return {name: {} for name in empty}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

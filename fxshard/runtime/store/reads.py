@@ -108,8 +108,7 @@ class ReadableStore(ParameterStore):
             full = layout.joined(rows, slot.layout)
             full = full.clone() if full.data_ptr() == slot.shards[0].data_ptr() else full
             again = functools.partial(self._gathered_again, slot, dtype)
-            count = functools.partial(self.exchanges.get, slot.param.fqn, 0)
-            self.forwards.note(eager.Gathered(slot, again, count), full)
+            self.forwards.note(eager.Gathered(slot, again), full)
             found.append(full)
         return found
 
