@@ -13,8 +13,7 @@ from fxshard.ir.outline import COMPUTE, belongs_to
 from fxshard.ir.program import Fact, Program
 from fxshard.verify import orders
 from fxshard.verify.orders import ENTRY, Need, Step
-
-Clock = dict[str, int]  # per stream: how many of its operators are complete
+from fxshard.verify.streams import Clock, join
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +216,3 @@ def event_after(node: fx.Node, launch: fx.Node) -> str:
 def covers(clock: Clock, other: Clock) -> bool:
     """True if `clock` knows all that `other` knows."""
     return all(clock.get(stream, 0) >= position for stream, position in other.items())
-
-
-def join(clock: Clock, other: Clock) -> None:
-    """Make `clock` know what `other` knows."""
-    for stream, position in other.items():
-        if clock.get(stream, 0) < position:
-            clock[stream] = position

@@ -85,7 +85,9 @@ def strip_no_ops(program: Program) -> None:
             continue
         if node.target in ASSERTS and not node.users and node not in kept:
             program.graph.erase_node(node)
-        elif node.target in NO_OPS or _is_same_shape_view(node):
+        elif node.target in NO_OPS or (
+            node.target in SAME_IF_ALIKE and _is_alike(node, tags.source(node))
+        ):
             remove(node, tags.source(node))
         elif node.target in SCATTERS and _is_alike(node, node.args[1]):
             remove(node, cast("fx.Node", node.args[1]))
@@ -105,10 +107,6 @@ SAME_IF_ALIKE = (
     *(aten.slice.Tensor, aten.slice_backward.default),
 )
 SCATTERS = (aten.slice_scatter.default,)  # no-ops if the second argument covers the first
-
-
-def _is_same_shape_view(node: fx.Node) -> bool:
-    return node.target in SAME_IF_ALIKE and _is_alike(node, tags.source(node))
 
 
 def _is_alike(node: fx.Node, other: Any) -> bool:
@@ -176,7 +174,7 @@ def _reading_units(units: dict[str, int], node: fx.Node) -> set[int]:
 def rederive_in_backward(program: Program, param: fx.Node, order: dict[fx.Node, int]) -> None:
     """Backward reads views and casts of `param` through nodes of its own."""
     for node in derived(param):
-        readers = [u for u in node.users if u.op != "output" and tags.get(u).phase == "backward"]
+        readers = tags.backward_users(node)
         if not readers or tags.get(node).phase == "backward":
             continue
         first = min(readers, key=order.__getitem__)
@@ -238,11 +236,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return not _is_getitem(node) if schema is None else bool(schema.is_mutable)
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return node.target is operator.getitem
+    return node.target is not operator.getitem if schema is None else bool(schema.is_mutable)
 
 
 def _is_written(node: fx.Node) -> bool:

@@ -123,13 +123,8 @@ def is_kept(node: fx.Node, number: int) -> bool:
     return (
         tags.get(node).save
         or tags.get(made).save
-        or any(tags.get(user).checkpoint != number for user in backward_users(node))
+        or any(tags.get(user).checkpoint != number for user in tags.backward_users(node))
     )
-
-
-def backward_users(node: fx.Node) -> list[fx.Node]:
-    """Operators of backward that read `node`."""
-    return [u for u in node.users if u.op != "output" and tags.get(u).phase == "backward"]
 
 
 def needed(wanted: list[fx.Node], lost: set[fx.Node]) -> list[fx.Node]:

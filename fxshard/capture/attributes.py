@@ -150,8 +150,8 @@ class Attributes:
     is nothing to it: so a state is known again by the attributes that were noted in it.
     """
 
-    def __init__(self, reads: Reads | None = None) -> None:
-        self.reads: Reads = {} if reads is None else reads
+    def __init__(self) -> None:
+        self.reads: Reads = {}
         self._noted: Reads = {}  # a copy of `reads`, shared by the states that it is of
         self._places: list[Place] = []
         self._states: list[tuple[Reads, State]] = [({}, [])]

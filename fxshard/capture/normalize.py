@@ -362,7 +362,8 @@ def _write_back(program: Program, mutated: list[tuple[fx.Node, fx.Node]]) -> Non
     _warn_of_checkpoints([holder for holder, value in mutated if _in_checkpoint(value)])
     returned = set(program.values)
     for holder, _ in mutated:
-        if any(_outlives_forward(node, returned) for node in aliasing.with_views(holder)):
+        views = aliasing.with_views(holder)
+        if any(node in returned or tags.backward_users(node) for node in views):
             aliasing.keep_old_value(program, holder)
     for holder, value in mutated:
         with program.graph.inserting_after(forward[-1]):
@@ -386,12 +387,6 @@ def _warn_of_checkpoints(holders: list[fx.Node]) -> None:
             ", ".join(names[:4]) + (", ..." if len(names) > 4 else ""),
             "is" if len(names) == 1 else "are",
         )
-
-
-def _outlives_forward(node: fx.Node, returned: set[fx.Node]) -> bool:
-    """True if the caller gets `node`, or backward reads it."""
-    readers = (user for user in node.users if user.op == "call_function")
-    return node in returned or any(tags.get(user).phase == "backward" for user in readers)
 
 
 def _check_gradients(program: Program) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,6 +54,7 @@ from fxshard.capture.strides import KernelFakeMode
 from fxshard.capture.swapped import as_users_own
 from fxshard.config.environment import environment
 from fxshard.errors import CaptureError
+from fxshard.host import collector
 from fxshard.ir import calls
 from fxshard.ir.domain import Domain, Symbols
 from fxshard.ir.extensions import Extension
@@ -269,7 +269,7 @@ def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Fou
     if not (lists or why):
         return None
     try:
-        with _uncollected(), modes.rng_kept():
+        with collector.off(), modes.rng_kept():
             if not lists:
                 raise Unproven(why)
             if before.has_iterators:
@@ -296,18 +296,6 @@ def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Fou
         lines = str(reason).splitlines() or [type(reason).__name__]
         log.info("fxshard: %s is captured block by block: %s", type(model).__name__, lines[0])
     return None
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is looked for: it would walk all the nodes that are made, many times over."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _stamped(setup: _Setup, mode: KernelFakeMode, repeats: prove.Repeats) -> _Found:

@@ -249,15 +249,15 @@ def _recorded(beside: Path) -> dict[str, Any]:
         told = json.loads(beside.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{beside}: it cannot be read: {error}.") from error
-    if not isinstance(told, dict) or told.get("schema") != SCHEMA or not _is_table(told, "jobs"):
+    if (
+        not isinstance(told, dict)
+        or told.get("schema") != SCHEMA
+        or not isinstance(told.get("jobs"), dict)
+    ):
         raise ConfigError(
             f"{beside} is no record of this version of fxshard check; --update writes it again."
         )
     return told
-
-
-def _is_table(told: Mapping[str, Any], name: str) -> bool:
-    return isinstance(told.get(name), dict)
 
 
 def _report(record: Any, beside: Path) -> dict[str, Any]:

@@ -643,16 +643,16 @@ class _Problem:
                 left[like] -= 1
                 yield value.node
 
-    def largest_forced(self, count: int = 4) -> str:
+    def largest_forced(self) -> str:
         """The largest of what is saved in any case."""
         forced = [value for value in self.values.values() if value.forced]
         forced.sort(key=lambda value: value.size, reverse=True)
         listed = [
             f"{size_text(value.size)} {str(value.maker.target).removesuffix('.default')} of "
             f"{tags.get(value.maker).module or 'the root'}"
-            for value in forced[:count]
+            for value in forced[:4]
         ]
-        more = f", and {len(forced) - count} more" if len(forced) > count else ""
+        more = f", and {len(forced) - 4} more" if len(forced) > 4 else ""
         return (", ".join(listed) or "the states of random generators") + more
 
 

@@ -61,17 +61,15 @@ class Position:
         phase: see `fxshard.dryrun.tape.Mark`.
         micro_batch: forwards of this step so far, less one; -1 outside of them.
         stream: the stream that operators run on.
-        lines: whether lines of user code are looked up.
         compiled_line: gives the line of user code of compiled code that runs, or None.
         before_forward: is called before a forward begins.
     """
 
-    def __init__(self, tape: Tape, *, lines: bool = True) -> None:
+    def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.phase: str = "between"
         self.micro_batch: int = -1
         self.stream = "compute"
-        self.lines = lines
         self.compiled_line: Callable[[], str | None] = lambda: None
         self.before_forward: Callable[[], None] = lambda: None
         self.roots: list[nn.Module] = []
@@ -101,7 +99,7 @@ class Position:
         forward = self.phase in ("forward", "loss")
         return Category.ACTIVATION if forward else Category.TEMP
 
-    def at_operator(self, name: str, read: Callable[[], Iterable[LiveRange]]) -> None:
+    def at_operator(self, read: Callable[[], Iterable[LiveRange]]) -> None:
         """An operator is about to run; `read`: the storages of its arguments."""
         if self.phase == "optimizer":
             return
@@ -131,14 +129,16 @@ class Position:
         recomputed = self.in_backward and bool(self._stack)
         kind: Literal["row", "operator"] = "row" if self._communicating else "operator"
         if self.phase == "optimizer":
-            return Moment(op, op, OPTIMIZER, self.stream, self._line(), None, kind)
+            return Moment(
+                op, op, OPTIMIZER, self.stream, self.compiled_line() or user_line(), None, kind
+            )
         if self.in_backward and not recomputed:
             call, module, line, *_ = self._origin()
             line = self.compiled_line() or line
         else:
             here = self._stack[-1] if self._stack else None
             call, module = (here.call, here.module) if here else (None, self._outside())
-            line = self._line()
+            line = self.compiled_line() or user_line()
             if torch.is_grad_enabled():
                 phase = self.phase if here is None else "forward"
                 origin = Origin(call, module, line, phase, max(len(self._counts) - 1, 0))
@@ -146,9 +146,6 @@ class Position:
         if self._communicating:
             module = self._communicating[-1][1]
         return Moment(op, op, module, self.stream, line, call, kind, recomputed, recomputed)
-
-    def _line(self) -> str:
-        return (self.compiled_line() or user_line()) if self.lines else ""
 
     def _outside(self) -> str:
         return "(loss)" if self.phase == "loss" else ""
@@ -190,7 +187,7 @@ class Position:
         calls = self.tape.calls[-1][-1]
         number = self._counts[-1].get(name, 0)
         self._counts[-1][name] = number + 1
-        calls.append(Call(name, number, self._parent()))
+        calls.append(Call(name, number, self._stack[-1].call if self._stack else None))
         self._stack.append(_Running(name, len(calls) - 1, number))
         try:
             yield begins
@@ -217,9 +214,6 @@ class Position:
             yield
         finally:
             self._stack.pop()
-
-    def _parent(self) -> int | None:
-        return self._stack[-1].call if self._stack else None
 
     def _begin_forward(self) -> None:
         if not self.tape.ends:

@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         if func is _TO_COPY and not host and self._is_moved_already(args[0], kwargs):
             return self._run(aten.alias.default, args, {})[0]
         name = name_of(func)
-        self.position.at_operator(name, lambda: self.storages((args, kwargs)))
+        self.position.at_operator(lambda: self.storages((args, kwargs)))
         self._point(name)
         self._outside(args, kwargs)
         result, of_torch = self._run(func, args, kwargs)

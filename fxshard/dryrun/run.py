@@ -34,6 +34,7 @@ from fxshard.dryrun.streams import Streams
 from fxshard.dryrun.tape import Tape
 from fxshard.dryrun.values import Values, functions_of_unknown
 from fxshard.errors import CaptureError, ConfigError
+from fxshard.host import collector
 from fxshard.ir.units import Unit
 from fxshard.memory import states
 from fxshard.memory.category import Category
@@ -255,7 +256,7 @@ class DryRun:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(surroundings.cycles_kept())
+            stack.enter_context(collector.off())
             stack.enter_context(surroundings.addresses_unremarked())
             stack.enter_context(fake_process_group(self.rank, self.world_size))
             stack.enter_context(surroundings.group_taken_for_the_users())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -18,18 +17,6 @@ from torch.utils.data import DataLoader
 from fxshard._torch.fully_sharded import replaced
 from fxshard.capture.provenance import user_line
 from fxshard.errors import CaptureError
-
-
-@contextlib.contextmanager
-def cycles_kept() -> Iterator[None]:
-    """No collection comes at a time of its own choice: what lies in cycles lives on."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

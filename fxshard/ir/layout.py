@@ -216,11 +216,6 @@ class ParamLayout:
         """Place after its shard in the flat storage, in elements."""
         return self.offset + self.shard_numel
 
-    @property
-    def alignment(self) -> int:
-        """What the place of its shard is a multiple of, in bytes: shards lie without gaps."""
-        return self.dtype.itemsize
-
     def shards_in(self, flat: Tensor, ranks: int) -> list[Tensor]:
         """Views of a flat storage: the padded shards of the ranks that it is for.
 

@@ -30,11 +30,7 @@ class _Regions(dict[str, Region]):
 
 def saved_values(program: Program) -> list[fx.Node]:
     """Forward operators whose value backward reads, in order of production."""
-    return [
-        node
-        for node in program.phase("forward")
-        if any(u.op != "output" and tags.get(u).phase == "backward" for u in node.users)
-    ]
+    return [node for node in program.phase("forward") if tags.backward_users(node)]
 
 
 def build(program: Program, known: Iterable[Region] = ()) -> Schedule:

@@ -220,6 +220,11 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return list(cast("list[fx.Node]", node.args[0]))
 
 
+def backward_users(node: fx.Node) -> list[fx.Node]:
+    """Operators of backward that read `node`."""
+    return [u for u in node.users if u.op != "output" and get(u).phase == "backward"]
+
+
 def source(node: fx.Node) -> fx.Node:
     """The node that `node`, a ``getitem`` or a view, is taken from: its first argument."""
     return cast("fx.Node", node.args[0])

@@ -541,7 +541,7 @@ def _at_example(formula: Formula) -> tuple[int, int]:
     return int(vectors.basis.bytes(vectors.value, example)[0][place]), place
 
 
-def _text(formula: Formula, most: int = 12) -> str:
+def _text(formula: Formula) -> str:
     vectors, example = formula.vectors, formula.range.example
     total, _ = _at_example(formula)
     sizes = ", ".join(f"{name}={size}" for name, size in example.items())
@@ -557,8 +557,8 @@ def _text(formula: Formula, most: int = 12) -> str:
             text = f"{term.count} * ({text})" if " " in text else f"{term.count} * {text}"
         weighed.append((weight, f"  {text}    # {term.category}, {term.module}"))
     lines = [f"{text}: {size_text(w)}" for w, text in sorted(weighed, key=lambda pair: -pair[0])]
-    more = [f"  and {len(lines) - most} smaller terms"] if len(lines) > most else []
-    return "\n".join([title, *lines[:most], *more, f"  holds for {formula.range}"])
+    more = [f"  and {len(lines) - 12} smaller terms"] if len(lines) > 12 else []
+    return "\n".join([title, *lines[:12], *more, f"  holds for {formula.range}"])
 
 
 def largest(

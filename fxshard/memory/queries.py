@@ -167,12 +167,7 @@ def _why(maker: fx.Node, same: Iterable[fx.Node], outputs: set[int]) -> str:
     tag = tags.get(maker)
     if tag.checkpoint is not None and tag.save:
         return "its checkpoint's policy saves it"
-    readers = [
-        reader
-        for node in same
-        for reader in node.users
-        if reader.op == "call_function" and tags.get(reader).phase == "backward"
-    ]
+    readers = [reader for node in same for reader in tags.backward_users(node)]
     others = [r for r in readers if tags.get(r).checkpoint != tag.checkpoint]
     if tag.checkpoint is not None and others:
         modules = {tags.get(r).module or "the root" for r in others}

@@ -197,7 +197,7 @@ def _saved(program: Program) -> dict[int, tuple[int, sympy.Basic | None]]:
     for node in program.phase("forward"):
         held |= tags.storage_ids(node) if tags.get(node).offload else set()  # on the CPU
     for node in program.phase("forward"):
-        if from_parameter(node) or not any(_is_backward(user) for user in node.users):
+        if from_parameter(node) or not tags.backward_users(node):
             continue
         place = node.meta.get(OPEN)
         for storage in tags.storages(node):
@@ -232,15 +232,11 @@ def _reread_bytes(program: Program) -> int:
             continue
         todo, reread = [node], False
         while todo and not reread:
-            users = todo.pop().users
-            reread = any(_is_backward(user) for user in users)
-            todo += [user for user in users if from_parameter(user)]
+            read = todo.pop()
+            reread = bool(tags.backward_users(read))
+            todo += [user for user in read.users if from_parameter(user)]
         total += nbytes(tuple(node.meta["val"].shape), node.meta["val"].dtype) * reread
     return total
-
-
-def _is_backward(user: fx.Node) -> bool:
-    return user.op == "call_function" and tags.get(user).phase == "backward"
 
 
 class Resident:

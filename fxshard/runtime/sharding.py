@@ -319,7 +319,7 @@ def _refusal(
             if param.placed is not None:
                 _check_filled(param.fqn, originals[param.fqn], config, bool(sync))
             if param.extension is not None:
-                _check_extension(param, param.extension, originals[param.fqn], world, config)
+                _check_extension(param, param.extension, world, config)
         left_out, stays = set(map(id, ignored)), config.param_init_fn is leave_empty
         for fqn, tensor in model.named_parameters():
             if tensor.is_meta and id(tensor) in left_out and not stays:
@@ -349,7 +349,6 @@ def _check_filled(fqn: str, tensor: nn.Parameter, config: Config, sync: bool) ->
 def _check_extension(
     param: Param,
     extension: Extension,
-    tensor: nn.Parameter,
     world: C10dWorld | InProcessWorld,
     config: Config,
 ) -> None:

@@ -32,7 +32,7 @@ def recomputed(program: Program) -> None:
                 what = f"{module!r} is to be checkpointed, but %{node.name} of it is in no "
                 fail(program, fact, node, what + "checkpoint: assign-checkpoints has not run.")
             continue
-        readers = [u for u in node.users if u.op != "output" and tags.get(u).phase == "backward"]
+        readers = tags.backward_users(node)
         made = tags.source(node) if node.target is operator.getitem else node
         saved = tag.save or tags.get(made).save or node.target is rng.get_rng_state
         if readers and not saved and {tags.get(u).checkpoint for u in readers} == {tag.checkpoint}:

@@ -51,7 +51,7 @@ def offloaded(program: Program) -> None:
             if _layout(item) != _layout(tensor):
                 what = f"is {dump.types(item.meta['val'])}, but %{tensor.name} lies otherwise."
                 _fail(program, item, what)
-    _few_leave(program, waits)
+    _few_leave(program)
     _few_wait(program, order, waits)
 
 
@@ -78,7 +78,7 @@ def _layout(node: fx.Node) -> tuple[Any, ...]:
     return tuple(val.shape), strides, val.dtype
 
 
-def _few_leave(program: Program, waits: dict[int | None, list[fx.Node]]) -> None:
+def _few_leave(program: Program) -> None:
     """Where activations leave, those that left before are waited for: one unit's at a time."""
     leaving: dict[int | None, fx.Node] = {}
     computed = False
@@ -101,7 +101,7 @@ def _few_wait(
     launches = _launches(program, ops.reload)
     uses: dict[fx.Node, int] = {}
     for launch in launches:
-        users = walk.alias_readers(program, launch)
+        users = walk.alias_readers(launch)
         readers = [user for user in users if not walk.is_item_of(user, launch)]
         if not readers:
             _fail(program, launch, "brings back what nothing reads.")

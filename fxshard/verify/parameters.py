@@ -173,7 +173,7 @@ def no_param_saved(program: Program) -> None:
     for launch in walk.unshards(program):
         tag = tags.get(launch)
         stays = program.units[tag.unit or 0].reshard is False
-        for node in (launch, *walk.aliases(program, launch)):
+        for node in (launch, *walk.aliases(launch)):
             for user in node.users:
                 if user.op == "output" or (tags.get(user).phase != tag.phase and not stays):
                     fail(

@@ -102,7 +102,7 @@ def bounded_inflight(program: Program) -> None:
         alive[tag.pair] = node
         keeps = transfers.keeps(program, node)
         cuts = ("unshard", "unpack")
-        readers = walk.alias_readers(program, node)
+        readers = walk.alias_readers(node)
         if all(tags.get(reader).role in cuts for reader in readers) and not keeps:
             fail(program, fact, node, f"nothing reads what %{node.name} gathers.")
         last[node] = len(order) if keeps else max(order[reader] for reader in readers)

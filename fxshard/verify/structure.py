@@ -140,7 +140,7 @@ def unshard_paired(program: Program) -> None:
         held = tags.operands(launch) if ops.of(launch).holds else []
         if set(tags.operands(wait)) != {*launch.users, *held}:
             fail(program, fact, wait, f"%{wait.name} does not wait for all of %{launch.name}.")
-        for reader in walk.alias_readers(program, launch):
+        for reader in walk.alias_readers(launch):
             if order[reader] < order[wait] and not walk.is_item_of(reader, launch):
                 fail(
                     program,

@@ -35,7 +35,7 @@ def by_pair(program: Program, *targets: Any) -> dict[int | None, list[fx.Node]]:
     return found
 
 
-def aliases(program: Program, launch: fx.Node) -> list[fx.Node]:
+def aliases(launch: fx.Node) -> list[fx.Node]:
     """Nodes whose value lies in a storage that `launch` writes, or in one unpacked from there."""
     storages = written_by(launch)
     found: dict[fx.Node, None] = {}
@@ -98,11 +98,11 @@ def packed_fqns(sent: fx.Node) -> list[str]:
     return [tags.get(row).fqn or "" for row in packed_rows(sent)]
 
 
-def alias_readers(program: Program, launch: fx.Node) -> list[fx.Node]:
+def alias_readers(launch: fx.Node) -> list[fx.Node]:
     """Nodes other than `fxshard::` ones that read a storage that `launch` writes."""
     return [
         user
-        for node in (launch, *aliases(program, launch))
+        for node in (launch, *aliases(launch))
         for user in node.users
         if user.op == "call_function"
         if ops.of(user).over != "nothing" or user.target is ops.join

@@ -251,11 +251,6 @@ def weight_normed(width: int) -> nn.Module:
     return weight_norm(nn.Linear(width, width))
 
 
-def old_weight_normed(width: int) -> nn.Module:
-    """The same by the pre-forward hook of old."""
-    return nn.utils.weight_norm(nn.Linear(width, width))
-
-
 def spectral_normed(width: int) -> nn.Module:
     """Power iteration writes into buffers in every training forward."""
     return spectral_norm(nn.Linear(width, width))

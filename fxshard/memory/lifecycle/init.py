@@ -253,7 +253,7 @@ def _recorded(
                 slots[name] = fakes[id(tensor)]
         with recorder, _swapped_as_set():
             call()
-            if tree.config.param_init_fn and not _wrote(recorder.events):
+            if tree.config.param_init_fn and not any("_." in e.op for e in recorder.events):
                 # It looks for the meta device, and is called again.
                 for slots, tensors in real:
                     slots.update({n: t for n, t in tensors.items() if t is None or t.is_meta})
@@ -268,11 +268,6 @@ def _recorded(
         }
         del left
     return Filled(events, tuple(given), tuple((n, i) for n, i in numbers.items() if i is not None))
-
-
-def _wrote(events: Sequence[Event]) -> bool:
-    """True if an operator has written into a tensor: ``aten.normal_.default``, say."""
-    return any("_." in event.op for event in events)
 
 
 def _kind(module: nn.Module, init: Any) -> Any:
