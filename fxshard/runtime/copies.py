@@ -95,6 +95,46 @@ def is_array(found: Any) -> bool:
     return type(found).__module__ == "numpy" and hasattr(found, "flags")
 
 
+class CopiedPart(DTensor):
+    """What DTensor made for a view where the rows of other ranks had to come: a copy; read-only."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(hasattr(each, GATHERS) for each in types):
+            return NotImplemented
+        with autograd.plain_torch_functions():
+            name = name_of(func)
+            written = tensors_in(kwargs.get("out"))
+            if is_in_place(name) and name not in _NOT_VALUES:
+                first = [*args, *kwargs.values()][:1]
+                written += tensors_in(first)
+            for tensor in written:
+                if isinstance(tensor, CopiedPart):
+                    raise lost(tensor, name)
+            return as_parts(func(*args, **kwargs))
+
+
+def as_parts(found: Any) -> Any:
+    """`found`, in which DTensors over a marked copy (see `mark_copy`) are made `CopiedPart`."""
+    for leaf in tensors_in(found):
+        if type(leaf) is DTensor and is_copy(leaf):
+            leaf.__class__ = CopiedPart
+    return found
+
+
+def copies_marked(found: Any, of: DTensor) -> Any:
+    """`found`, of an operator that returns views of `of`; those that share no memory with it are
+    marked.
+    """
+    for tensor in _dtensors(found):
+        if storage(tensor)._cdata != storage(of)._cdata:
+            mark_copy(storage(tensor))
+    return found
+
+
 class OnShards(modes.TorchDispatchMode):
     """Refuses writes that DTensor would lose silently.
 
@@ -106,16 +146,12 @@ class OnShards(modes.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        written, views = _aliases(func)
+        written, views = aliases(func)
         for i in written:
             for tensor in _dtensors(args[i]):
                 refuse_copy(tensor, func.overloadpacket.__name__)
         found = func(*args, **kwargs)
-        if views and isinstance(args[0], DTensor):
-            for tensor in _dtensors(found):
-                if storage(tensor)._cdata != storage(args[0])._cdata:
-                    mark_copy(storage(tensor))
-        return found
+        return copies_marked(found, args[0]) if views and isinstance(args[0], DTensor) else found
 
 
 def _dtensors(value: Any) -> list[DTensor]:
@@ -125,7 +161,7 @@ def _dtensors(value: Any) -> list[DTensor]:
 
 
 @functools.cache
-def _aliases(func: Any) -> tuple[tuple[int, ...], bool]:
+def aliases(func: Any) -> tuple[tuple[int, ...], bool]:
     """Which arguments an operator writes, and whether it returns a view of the first one."""
     aliases = [a.alias_info for a in func._schema.arguments if not a.kwarg_only]
     written = tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
@@ -142,9 +178,13 @@ def mark_copy(storage: torch.UntypedStorage) -> None:
     storage._fxshard_copy = True  # type: ignore[attr-defined]
 
 
+def is_copy(tensor: DTensor) -> bool:
+    return getattr(storage(tensor), "_fxshard_copy", False)
+
+
 def refuse_copy(tensor: DTensor, name: str) -> None:
     """Raise StepError if what is written into is a view of a copy of a parameter."""
-    if getattr(storage(tensor), "_fxshard_copy", False):
+    if is_copy(tensor):
         raise lost(tensor, name)
 
 
@@ -155,6 +195,13 @@ def named(tensor: Tensor) -> str:
 
 
 def lost(tensor: Tensor, name: str) -> StepError:
+    if isinstance(tensor, CopiedPart):
+        return StepError(
+            f"{name} writes into a part of a sharded DTensor, a gradient say, that is a copy here, "
+            f"as its rows lie on several ranks: it would be lost. Write into all rows, and keep "
+            f"this rank's: full = p.grad.full_tensor(); full[...] = ...; p.grad = "
+            f"distribute_tensor(full, p.grad.device_mesh, p.grad.placements)."
+        )
     return StepError(
         f"{name} writes into a part of {named(tensor)} that is a copy here, as the parameter is "
         f"sharded: it would be lost. Write with an index or a method of it (param[...] = value, "

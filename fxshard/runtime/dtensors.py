@@ -7,6 +7,8 @@ They hold for parameters, gradients, optimizer states, and what is computed from
   rank draws for the full tensor and keeps its rows.
 - Python numbers (``p.grad.norm().item()``) are those of the full tensor. DTensor gives this rank's
   partial value. The call is collective.
+- What is written into a part of it that DTensor could only copy (``p.grad[0].zero_()``, where the
+  rows lie on several ranks) is refused. DTensor loses it.
 - ``torch.autograd.detect_anomaly`` looks for NaN in all rows on each rank: all raise alike.
   DTensor does not know the operator that it asks with.
 """
@@ -28,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fxshard._torch import autograd, dtensors, export, trees
 from fxshard._torch.dtensors import sharded_like
 from fxshard.errors import StepError
+from fxshard.runtime import copies
 from fxshard.runtime.world.c10d import C10dWorld
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -48,7 +51,7 @@ _drawn = _Drawn()
 def as_one_process(mesh: DeviceMesh, world: C10dWorld) -> None:
     """From now on, random and Python numbers of DTensors on this mesh are those of one process."""
     if not _worlds:
-        operators = (*_operators(), _NUMBER, _IS_ANY_TRUE)
+        operators = (*_operators(), *_views(), _NUMBER, _IS_ANY_TRUE)
         dtensors.dtensor_handlers().update(dict.fromkeys(operators, _dispatched))
     alive = [ref for ref in _worlds.get(hash(mesh), ()) if ref() not in (None, world)]
     _worlds[hash(mesh)] = [*alive, weakref.ref(world)]
@@ -76,15 +79,26 @@ def undoing() -> Iterator[Callable[[], None]]:
 @functools.cache
 def _operators() -> tuple[export.OpOverload, ...]:
     """All operators that draw random numbers, except attention, which draws for dropout only."""
-    packets = [getattr(torch.ops.aten, n) for n in dir(torch.ops.aten) if "attention" not in n]
     return tuple(
         operator
-        for packet in packets
-        if hasattr(packet, "overloads")
-        for operator in (getattr(packet, overload) for overload in packet.overloads())
+        for operator in _all_operators()
+        if "attention" not in operator.name()
         if torch.Tag.nondeterministic_seeded in operator.tags
         if any(isinstance(a.type, torch.TensorType) for a in operator._schema.arguments)
     )
+
+
+@functools.cache
+def _views() -> frozenset[export.OpOverload]:
+    """All operators that return views of their first argument."""
+    return frozenset(operator for operator in _all_operators() if copies.aliases(operator)[1])
+
+
+def _all_operators() -> Iterator[export.OpOverload]:
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if hasattr(packet, "overloads"):
+            yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,6 +110,10 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
                 return _number(tensors[0])
             if func is _IS_ANY_TRUE:
                 return func(tensors[0].full_tensor())
+            if func in _views():
+                with dtensors.without_dtensor_handler(func):
+                    found = func(*args, **kwargs)
+                return copies.as_parts(copies.copies_marked(found, args[0]))
             return _draw(func, args, kwargs, tensors)
         with dtensors.without_dtensor_handler(func):
             return func(*args, **kwargs)

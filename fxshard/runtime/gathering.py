@@ -39,6 +39,7 @@ from fxshard.errors import FxshardError, StepError
 from fxshard.runtime import dtensors, full_matrices
 from fxshard.runtime.copies import (
     ACCESS,
+    CopiedPart,
     OnShards,
     as_views,
     is_array,
@@ -494,7 +495,7 @@ def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
     """`found` with its DTensors made `GatheringTensor`: they may meet plain tensors next."""
     place = next((p for t in given if (p := getattr(t, PLACE, None)) is not None), None)
     for tensor in tensors_in(found):
-        if type(tensor) is DTensor:
+        if type(tensor) in (DTensor, CopiedPart):
             tensor.__class__ = GatheringTensor
             if place is not None:
                 setattr(tensor, PLACE, place)

@@ -1,8 +1,8 @@
 """Refuses optimizers that would silently train nothing, or train wrongly.
 
 `fxshard.compile` replaces the parameters of a model by sharded ones: an optimizer made before that
-finds no gradients. A state that was saved of plain parameters does not fit them. Adafactor scales
-its steps by norms that it reads as Python numbers, and DTensors give those of one rank.
+finds no gradients. Adafactor scales its steps by norms that it reads as Python numbers, and
+DTensors give those of one rank. A state that was saved of plain parameters becomes a sharded one.
 
 Where `fxshard.fully_shard` was called on blocks and never on the model, parameters outside of the
 blocks are plain ones, and nothing reduces their gradients.
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxshard._torch import data_parallel
+from fxshard._torch import data_parallel, dtensors
 from fxshard.errors import StepError
 from fxshard.ir.tensor_parallel import PLACE as PLACE
 
@@ -57,7 +57,7 @@ def _is_back(parameter: nn.Parameter) -> bool:
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise StepError if the optimizer holds a replaced parameter; checked once per optimizer."""
     if _state_of.get(optimizer) != id(optimizer.state):
-        _require_sharded_state(optimizer)
+        _take_rows(optimizer)
         _state_of[optimizer] = id(optimizer.state)
     if _checked.get(optimizer) == _count:
         return
@@ -79,24 +79,21 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _checked[optimizer] = _count
 
 
-def _require_sharded_state(optimizer: Optimizer) -> None:
-    """Raise StepError if a state was loaded that has all rows of a parameter, which is sharded."""
+def _take_rows(optimizer: Optimizer) -> None:
+    """Of a state that was saved of plain parameters, keep this rank's rows: as ``load_state_dict``
+    takes it, all ranks have all of it.
+    """
+    parameter: Any
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, DTensor) or not isinstance(state, Mapping):
+        ours = isinstance(parameter, DTensor) and hasattr(parameter, PLACE)
+        if not ours or not isinstance(state, dict):
             continue
         for name, value in state.items():
-            if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.dim():
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
                 continue
-            if value.shape == parameter.shape:
-                _, fqn = getattr(parameter, PLACE, (None, ""))
-                raise StepError(
-                    f"{name!r} of parameter {fqn!r} in the state of this "
-                    f"{type(optimizer).__name__} is a plain tensor of all rows, and the parameter "
-                    f"is sharded. Load a full state by names: FSDP.rekey_optim_state_dict(state, "
-                    f"OptimStateKeyType.PARAM_NAME, plain_model) gives those of a plain model's "
-                    f"optimizer.state_dict(), and model.optim_state_dict_to_load(optimizer, "
-                    f"state, load_directly=True) loads it."
-                )
+            if value.dim() and value.shape == parameter.shape:
+                rows = dtensors.local_part(dtensors.sharded_like(value, parameter)).clone()
+                state[name] = dtensors.dtensor_like(rows, parameter)
 
 
 def _require_covered(optimizer: Optimizer) -> None:

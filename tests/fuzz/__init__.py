@@ -7,5 +7,7 @@ train.py                the loop that both sides run, and what it sees
 reference.py            eager PyTorch on every rank's batch, in the model's dtypes and in float64
 judge.py                a case's class: right, refused, wrong, crash, bytes
 shrink.py               a smaller case of the same class
+changes.py              programs that change something between calls; change_parts.py: what they
+                        are made of
 __main__.py             many cases, and the table of what came out
 """
