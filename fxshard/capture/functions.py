@@ -69,11 +69,8 @@ def _key(value: Any, inside: dict[int, int]) -> Hashable:
 
 
 def _key_of_function(function: types.FunctionType, inside: dict[int, int]) -> Hashable:
-    codes = [*_codes(function.__code__)]
-    if any(each.opname in _ELSEWHERE for code in codes for each in dis.get_instructions(code)):
-        raise _UnknownError
-    names = {name for code in codes for name in code.co_names}
-    if names & {"globals", "eval", "exec", "vars", "locals", "__import__"}:
+    names = _names(function.__code__)
+    if names is None:
         raise _UnknownError
     variables = function.__globals__
     try:
@@ -87,6 +84,17 @@ def _key_of_function(function: types.FunctionType, inside: dict[int, int]) -> Ha
         *_named(function.__kwdefaults__ or {}, inside),
         *_named({name: variables[name] for name in sorted(names & variables.keys())}, inside),
     )
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str] | None:
+    """The names in `code` and in the functions inside of it; None if it may use others."""
+    codes = [*_codes(code)]
+    names = frozenset(name for each in codes for name in each.co_names)
+    if names & {"globals", "eval", "exec", "vars", "locals", "__import__"}:
+        return None
+    instructions = (each for one in codes for each in dis.get_instructions(one))
+    return None if any(each.opname in _ELSEWHERE for each in instructions) else names
 
 
 def _codes(code: types.CodeType) -> Iterable[types.CodeType]:

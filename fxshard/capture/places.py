@@ -93,6 +93,8 @@ def state(places: list[Place]) -> State:
 
 
 def _frozen(value: Any) -> Any:
+    if value is ABSENT:  # most are
+        return value
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, (dict, list, tuple, set, frozenset, deque, np.ndarray)):

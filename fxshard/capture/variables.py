@@ -70,6 +70,7 @@ class Variables:
     def __init__(self) -> None:
         self.changed = ""
         self._held: list[tuple[Mapping[str, Any], tuple[str, ...]]] = []  # of the first `_places`
+        self._tree: Iterable[nn.Module] = ()
         self._given: tuple[list[nn.Module], Sequence[Any]] = [], ()
         self._written: dict[tuple[int, str], Any] = {}  # what a trace has changed: id and name
         self._places: list[Place] | None = None
@@ -84,10 +85,11 @@ class Variables:
             tree: all modules of the model: their own attributes are asked for elsewhere.
             held: functions, modules or objects that are called beside, as a variable may hold them.
         """
-        known = self._places is not None and [*map(id, held)] == [*map(id, self._given[1])]
+        known = self._places is not None and tree is self._tree
+        known = known and [*map(id, held)] == [*map(id, self._given[1])]
         if not known or not all(is_same() for is_same in self._checks):
             self.changed = self._which()
-            self._given = list(tree), [*held]
+            self._tree, self._given = tree, (list(tree), [*held])
             self._look()
             now = state(self._places or [])
             if now not in self._states:
@@ -161,7 +163,8 @@ def _places(
         kept = [name for name in names if (key, name) not in written]
         held.setdefault(key, (variables, set()))[1].update(kept)
         for name in kept:
-            look(variables.get(name, ABSENT), attributes)
+            if (value := variables.get(name, ABSENT)) is not ABSENT:
+                look(value, attributes)
 
     def look(value: Any, attributes: _Names) -> None:
         if isinstance(value, (Tensor, enum.Enum, _Function, *PLAIN)):
@@ -249,13 +252,6 @@ def _places(
         for each in found[id(value)][1].before:
             look(each, attributes)
 
-    def look_at_own(what: str, holders: Sequence[Any], attributes: _Names) -> None:
-        """Attributes that a user puts on functions and tensors; most have none."""
-        each_holds = [vars(each) for each in holders]
-        look_whole(what, lambda: tuple(map(len, each_holds)), attributes)
-        for held in filter(None, each_holds):
-            read(held, attributes, attributes)
-
     functions = _functions(tree, others)
     for each in others:
         look(each, frozenset())
@@ -275,10 +271,14 @@ def _places(
             found[id(os.environ)] = os.environ, _environment()
     every = [*functions.values()]
     for what in ("__code__", "__defaults__", "__kwdefaults__"):
-        look_whole(what, functools.partial(_of_each, every, what), frozenset())
-    look_at_own(_OF_FUNCTIONS, every, attributes)
-    tensors = [t for m in tree for t in (*m._parameters.values(), *m._buffers.values())]
-    look_at_own(_OF_TENSORS, [t for t in tensors if t is not None], attributes)
+        having = [each for each in every if getattr(each, what) is not None]
+        look_whole(what, functools.partial(_of_each, having, what), frozenset())
+    own = [vars(each) for each in every]
+    look_whole(_OF_FUNCTIONS, lambda: tuple(map(len, own)), attributes)
+    for variables in filter(None, own):
+        read(variables, attributes, attributes)
+    holders = [each for m in tree for each in (m._parameters, m._buffers) if each]
+    look_whole(_OF_TENSORS, lambda: tuple(_on_tensors(holders, attributes)), attributes)
     return held, found
 
 
@@ -361,6 +361,15 @@ def _inside(value: Any) -> Iterator[_Function]:
             yield from _inside(value.__func__)
         case functools.partial() | functools.partialmethod() | functools.cached_property():
             yield from _inside(value.func)
+
+
+def _on_tensors(holders: Iterable[Mapping[str, Tensor | None]], names: _Names) -> Iterator[Any]:
+    """What a user has put on the tensors that there are now, by name and value; most have none."""
+    for holder in holders:
+        for tensor in holder.values():
+            if tensor is not None and (own := tensor.__dict__):
+                for name in names & own.keys():
+                    yield from (name, own[name])
 
 
 def _of_each(functions: list[_Function], what: str) -> tuple[Any, ...]:

@@ -571,3 +571,31 @@ def trained(rank: int, world_size: int, differ: bool) -> None:
 @pytest.mark.parametrize("differ", [False, True])
 def test_a_variable_that_changes_on_ranks(ranks: Any, differ: bool) -> None:
     ranks(2).run(trained, differ)
+
+
+class Reads(nn.Module):
+    """Added to the model later: it reads a variable that nothing read before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * FLAGS.scale  # type: ignore[no-any-return]
+
+
+def test_what_a_module_reads_that_came_later() -> None:
+    eager, ours = eager_and_ours(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    x = torch.ones(2, 4)
+    assert_close(ours(x), eager(x))
+    for model in (eager, ours):
+        model.append(Reads())
+    for FLAGS.scale in (1.0, 3.0):
+        assert_close(ours(x), eager(x))
+
+
+def test_attributes_of_a_parameter_that_came_later() -> None:
+    eager, ours = eager_and_ours(Tagged)
+    x = torch.ones(2, 4)
+    for scale in (2.0, 3.0, 5.0):
+        for model in (eager, ours):
+            if scale != 5.0:
+                model.linear.weight = nn.Parameter(torch.ones(4, 4))
+            model.linear.weight.scale = scale
+        assert_close(ours(x), eager(x))
