@@ -23,7 +23,7 @@ import os
 import types
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -69,14 +69,12 @@ class Variables:
 
     def __init__(self) -> None:
         self.changed = ""
-        self._held: list[tuple[Mapping[str, Any], tuple[str, ...]]] = []  # of the first `_places`
         self._tree: Iterable[nn.Module] = ()
         self._given: tuple[list[nn.Module], Sequence[Any]] = [], ()
         self._written: dict[tuple[int, str], Any] = {}  # what a trace has changed: id and name
-        self._places: list[Place] | None = None
-        self._checks: list[Callable[[], bool]] = []  # of those that may change
         self._states: list[State] = []
         self._number = 0
+        self._looks: dict[int, _Look] = {}  # by number: where was looked in a state
 
     def number(self, tree: Iterable[nn.Module], held: Sequence[Any] = ()) -> int:
         """Of the state that the variables are in which forward reads.
@@ -85,32 +83,26 @@ class Variables:
             tree: all modules of the model: their own attributes are asked for elsewhere.
             held: functions, modules or objects that are called beside, as a variable may hold them.
         """
-        known = self._places is not None and tree is self._tree
-        known = known and [*map(id, held)] == [*map(id, self._given[1])]
-        if not known or not all(is_same() for is_same in self._checks):
-            self.changed = self._which()
+        if tree is not self._tree or [*map(id, held)] != [*map(id, self._given[1])]:
             self._tree, self._given = tree, (list(tree), [*held])
-            self._look()
-            now = state(self._places or [])
-            if now not in self._states:
-                self._states.append(now)
-            self._number = self._states.index(now)
+            self._looks.clear()
+        look = self._looks.get(self._number)
+        if look is None or not look.is_same():
+            self.changed = look.changed() if look is not None else ""
+            again = (number for number, each in self._looks.items() if each.is_same())
+            self._number = next(again, -1)
+            if self._number < 0:
+                self._look()
         return self._number
 
     def _look(self) -> None:
-        held, whole = _places(*self._given, self._written)
-        self._held = [(there, tuple(sorted(names))) for there, names in held.values()]
-        self._places = [names_of(*each) for each in self._held]
-        self._places += [place for _, place in whole.values()]
-        self._checks = [p.is_same for p in self._places if p.is_same is not always]
-
-    def _which(self) -> str:
-        for (there, names), place in zip(self._held, self._places or (), strict=False):
-            if not place.is_same():
-                for name, before in zip(names, place.before, strict=True):
-                    if there.get(name, ABSENT) is not before:
-                        return f"{name} of {there['__name__']}" if "__name__" in there else name
-        return ""
+        """Look everywhere, and find the number of the state."""
+        look = _Look(*_places(*self._given, self._written))
+        now = state(look.places)
+        if now not in self._states:
+            self._states.append(now)
+        self._number = self._states.index(now)
+        self._looks[self._number] = look
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
@@ -130,10 +122,37 @@ class Variables:
             if there.get(name, ABSENT) is not value
         }
         written |= {(key, ""): of for key, (of, place) in whole.items() if not place.is_same()}
-        if written and self._places is not None:
+        if written and self._looks:
             self._written |= written
-            self._look()
-            self._states[self._number] = state(self._places)
+            self._looks.clear()
+            look = self._looks[self._number] = _Look(*_places(*self._given, self._written))
+            self._states[self._number] = state(look.places)
+
+
+class _Look:
+    """Where was looked, and what was there.
+
+    Attributes:
+        places: all of it.
+    """
+
+    def __init__(self, held: _Held, whole: _Whole) -> None:
+        self._held = [(there, tuple(sorted(names))) for there, names in held.values()]
+        self._named = [names_of(*each) for each in self._held]
+        self.places: list[Place] = [*self._named, *(place for _, place in whole.values())]
+        self._checks = [p.is_same for p in self.places if p.is_same is not always]
+
+    def is_same(self) -> bool:
+        return all(is_same() for is_same in self._checks)
+
+    def changed(self) -> str:
+        """The name of a variable that is another now, and its file."""
+        for (there, names), place in zip(self._held, self._named, strict=True):
+            if not place.is_same():
+                for name, before in zip(names, place.before, strict=True):
+                    if there.get(name, ABSENT) is not before:
+                        return f"{name} of {there['__name__']}" if "__name__" in there else name
+        return ""
 
 
 _Held = dict[int, tuple[Mapping[str, Any], set[str]]]  # by id: variables, and the names that count

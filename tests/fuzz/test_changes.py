@@ -11,8 +11,8 @@ from tests.fuzz.changes import drawn, judged, on_rank
 from tests.fuzz.judge import Verdict
 from tests.ranks import Ranks
 
-HERE, SIZE = 40, 10  # cases in this process, and how many of them one test runs
-REAL, JOB = 12, 6  # the same on real ranks
+HERE, SIZE = 20, 10  # cases in this process, and how many of them one test runs
+REAL, JOB = 4, 4  # the same on real ranks
 
 
 def failures(seeds: range, verdicts: list[Verdict]) -> str:
