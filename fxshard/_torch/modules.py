@@ -12,6 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 BATCH_NORM = _BatchNorm  # whose forward those of any number of dimensions share
 
+# Attributes by which torch knows parameters of tensor subclasses, and buffers; no user's.
+# (torch/nn/parameter.py, ``_ParameterMeta``, ``_BufferMeta``)
+TENSOR_MARKS = frozenset({"_is_param", "_is_buffer", "persistent"})
+
 
 def is_wrap_policy(spec: object) -> bool:
     """True for ``ModuleWrapPolicy`` and its kin of torch.distributed.fsdp.wrap."""

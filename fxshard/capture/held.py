@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch import fake_tensors
+from fxshard._torch.modules import TENSOR_MARKS
 from fxshard.capture.repeat.ghosts import Ghost
-from fxshard.ir.tensor_parallel import PLACE
 
 T = TypeVar("T")
 
 ABSENT = object()  # of a slot without a value
+_OURS = "_fxshard"  # how the names of our own attributes begin
 LONG = 1000  # items of a list or a dict that code is not expected to change
 _FOREIGN = (sys.stdlib_module_names | {"torch", "numpy", "fxshard"}) - {"types"}
 _CODE = (type, types.FunctionType, types.MethodType, functools.partial)
@@ -58,7 +59,8 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
     """
     if type(tensor) not in (Tensor, nn.Parameter) and not isinstance(tensor, DTensor):
         return {}
-    return {name: value for name, value in vars(tensor).items() if name != PLACE}
+    found = vars(tensor).items()
+    return {n: v for n, v in found if n not in TENSOR_MARKS and not n.startswith(_OURS)}
 
 
 def give_attributes(tensor: Tensor, attributes: Mapping[str, Any]) -> None:

@@ -127,8 +127,10 @@ def as_parts(found: Any) -> Any:
 
 def copies_marked(found: Any, of: DTensor) -> Any:
     """`found`, of an operator that returns views of `of`; those that share no memory with it are
-    marked.
+    marked. Of a subclass, whose storage says nothing, that cannot be told.
     """
+    if type(torch_dtensors.local_tensor(of)) is not Tensor:
+        return found
     for tensor in _dtensors(found):
         if storage(tensor)._cdata != storage(of)._cdata:
             mark_copy(storage(tensor))

@@ -8,6 +8,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fxshard._torch import (
     modes,
@@ -24,6 +25,16 @@ def test_wrap_policies() -> None:
     assert modules.is_wrap_policy(custom)
     assert modules.run_wrap_policy(custom, model) == {model[2]: {}}
     assert not modules.is_wrap_policy(lambda name, module: True)
+
+
+def test_marks_of_parameters_and_buffers() -> None:
+    buffer = nn.Buffer(torch.ones(2))
+    assert vars(buffer).keys() <= modules.TENSOR_MARKS and isinstance(buffer, nn.Buffer)
+    parameter = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert vars(parameter).keys() - {"a", "b"} == {"_is_param"} <= modules.TENSOR_MARKS
+    assert isinstance(parameter, nn.Parameter)
+    del parameter._is_param
+    assert not isinstance(parameter, nn.Parameter)
 
 
 def test_batch_norms_share_a_forward_and_count_their_batches() -> None:

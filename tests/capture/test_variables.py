@@ -1,4 +1,7 @@
-"""Globals and closures that forward reads: changing one changes what the next call computes."""
+"""Globals and closures that forward reads: changing one changes what the next call computes.
+
+One file because all cases are ways to read one variable, and put it back the same way.
+"""
 
 import argparse
 import collections
