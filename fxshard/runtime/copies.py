@@ -49,8 +49,7 @@ class CopiedView(Tensor):
         if any(hasattr(each, GATHERS) for each in types):
             return NotImplemented
         with autograd.plain_torch_functions():
-            name = name_of(func)
-            if name not in ACCESS:
+            if (name := name_of(func)) not in ACCESS:
                 refuse_into_views(name, args, kwargs)
             found = func(*args, **kwargs)
             given = [t for t in tensors_in((args, kwargs)) if isinstance(t, CopiedView)]
@@ -62,12 +61,12 @@ class CopiedView(Tensor):
 
 
 def refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
-    """Raise StepError if a function writes into a `CopiedView`."""
+    """Raise StepError if a function writes into a `CopiedView` or a `CopiedPart`."""
     written = tensors_in(kwargs.get("out"))
     if is_in_place(name) and name not in _NOT_VALUES:
         written += tensors_in([*args, *kwargs.values()][:1])  # nn.init passes a keyword
     for tensor in written:
-        if isinstance(tensor, CopiedView):
+        if isinstance(tensor, CopiedView | CopiedPart):
             raise lost(tensor, name)
 
 
@@ -106,15 +105,19 @@ class CopiedPart(DTensor):
         if any(hasattr(each, GATHERS) for each in types):
             return NotImplemented
         with autograd.plain_torch_functions():
-            name = name_of(func)
-            written = tensors_in(kwargs.get("out"))
-            if is_in_place(name) and name not in _NOT_VALUES:
-                first = [*args, *kwargs.values()][:1]
-                written += tensors_in(first)
-            for tensor in written:
-                if isinstance(tensor, CopiedPart):
-                    raise lost(tensor, name)
+            if (name := name_of(func)) not in ACCESS:
+                refuse_into_views(name, args, kwargs)
+            if name == "__deepcopy__":
+                return args[0].detach().clone()  # memory of its own: a plain DTensor
             return as_parts(func(*args, **kwargs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as a plain DTensor."""
+        self.__class__ = DTensor  # type: ignore[assignment]
+        try:
+            return self.__reduce_ex__(protocol)
+        finally:
+            self.__class__ = CopiedPart
 
 
 def as_parts(found: Any) -> Any:

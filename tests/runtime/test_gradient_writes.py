@@ -5,12 +5,13 @@ written into it would be lost, as it is with FSDP2.
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing import assert_close
 
 import fxshard
@@ -79,3 +80,17 @@ def as_the_error_says(rank: int, world_size: int) -> None:
 
 def test_the_remedy(ranks: Any) -> None:
     ranks(2).run(as_the_error_says)
+
+
+def copied(rank: int, world_size: int) -> None:
+    """What is copied out of a part is a DTensor like any other."""
+    _, ours = models(rank)
+    part = ours.weight.grad[0]
+    for made in (part.clone(), copy.deepcopy(part), pickle.loads(pickle.dumps(part)), part + part):
+        assert type(made) is DTensor
+        want = full(made) * 2
+        assert_close(full(made.mul_(2)), want)
+
+
+def test_copies_of_parts_are_written(ranks: Any) -> None:
+    ranks(2).run(copied)
