@@ -7,7 +7,7 @@ nothing with the parameter. What is written into it would be lost.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,19 +45,25 @@ class CopiedView(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if any(hasattr(each, GATHERS) for each in types):
-            return NotImplemented
-        with autograd.plain_torch_functions():
-            if (name := name_of(func)) not in ACCESS:
-                refuse_into_views(name, args, kwargs)
-            found = func(*args, **kwargs)
+        def mark(found: Any) -> Any:
             given = [t for t in tensors_in((args, kwargs)) if isinstance(t, CopiedView)]
             return as_views(found, given, getattr(given[0], PLACE))
+
+        return _read(func, types, args, kwargs or {}, mark)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with autograd.plain_torch_functions():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _read(func: Any, types: Any, args: Any, kwargs: Any, mark: Callable[[Any], Any]) -> Any:
+    """Run a function that must not write into a copy; `mark` makes what it returns read-only."""
+    if any(hasattr(each, GATHERS) for each in types):
+        return NotImplemented
+    with autograd.plain_torch_functions():
+        if (name := name_of(func)) not in ACCESS:
+            refuse_into_views(name, args, kwargs)
+        return mark(func(*args, **kwargs))
 
 
 def refuse_into_views(name: str, args: Any, kwargs: Any) -> None:
@@ -101,15 +107,9 @@ class CopiedPart(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if any(hasattr(each, GATHERS) for each in types):
-            return NotImplemented
-        with autograd.plain_torch_functions():
-            if (name := name_of(func)) not in ACCESS:
-                refuse_into_views(name, args, kwargs)
-            if name == "__deepcopy__":
-                return args[0].detach().clone()  # memory of its own: a plain DTensor
-            return as_parts(func(*args, **kwargs))
+        if name_of(func) == "__deepcopy__":
+            return args[0].detach().clone()  # memory of its own: a plain DTensor
+        return _read(func, types, args, kwargs or {}, as_parts)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as a plain DTensor."""

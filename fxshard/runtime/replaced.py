@@ -26,8 +26,7 @@ from fxshard.ir.tensor_parallel import PLACE as PLACE
 _MARK = "_fxshard_replaced"
 _count = 0
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-# The id of the state that an optimizer had; ``load_state_dict`` gives it another object.
-_state_of: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the states that they load are sharded
 
 
 def mark(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -56,9 +55,10 @@ def _is_back(parameter: nn.Parameter) -> bool:
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise StepError if the optimizer holds a replaced parameter; checked once per optimizer."""
-    if _state_of.get(optimizer) != id(optimizer.state):
+    if optimizer not in _known and _is_of_torch(optimizer):
+        _known.add(optimizer)
         _take_rows(optimizer)
-        _state_of[optimizer] = id(optimizer.state)
+        optimizer.register_load_state_dict_post_hook(_take_rows)
     if _checked.get(optimizer) == _count:
         return
     for group in optimizer.param_groups:
@@ -77,6 +77,14 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 )
     _require_covered(optimizer)
     _checked[optimizer] = _count
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    """True for an optimizer of torch.optim, or one made of it: it has a state like its parameters.
+    Others may hold all rows on each rank.
+    """
+    kinds = (kind for kind in type(optimizer).__mro__ if kind is not Optimizer)
+    return any(kind.__module__.startswith("torch.optim.") for kind in kinds)
 
 
 def _take_rows(optimizer: Optimizer) -> None:

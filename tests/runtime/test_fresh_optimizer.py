@@ -210,26 +210,42 @@ def test_an_optimizer_of_another_model_on_one_rank_is_refused_on_all(
         assert after == "no error"
 
 
+class InFull(torch.optim.Optimizer):
+    """Momentum of all rows on each rank."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state, grad = self.state[param], full(param.grad)
+            state["mean"] = state.get("mean", torch.zeros_like(grad)) * 0.9 + grad
+            param.copy_(full(param.detach()) - 0.1 * state["mean"])
+
+
+MAKERS: dict[str, Any] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "of its own": lambda params: InFull(params, {}),
+}
+
+
 def of_one_process(rank: int, world_size: int, name: str) -> None:
-    """Load the full state of a plain model's optimizer, as it is, and go on; then save it."""
-    make = {
-        "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
-        "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    }[name]
+    """Load the full state of a plain model's optimizer as it is, and go on; once more later."""
     plain = build()
-    before = make(plain.parameters())
+    before = MAKERS[name](plain.parameters())
     train(plain, before, BATCH)
     state = copy.deepcopy(before.state_dict())
     model = fxshard.compile(copy.deepcopy(plain))
-    optimizer = make(model.parameters())
-    optimizer.load_state_dict(copy.deepcopy(state))
+    optimizer = MAKERS[name](model.parameters())
     batch = BATCH.chunk(world_size)[rank]
     for _ in range(2):
+        for each in (before, optimizer, optimizer):
+            each.load_state_dict(copy.deepcopy(state))
         assert_close(train(model, optimizer, batch), train(plain, before, BATCH))
     held = optimizer.state[model.get_parameter("0.weight")]
-    assert all(isinstance(value, DTensor) for value in held.values() if value.dim())
+    kinds = {isinstance(value, DTensor) for value in held.values() if value.dim()}
+    assert kinds == {name != "of its own"}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_state_of_plain_parameters(ranks: Any, name: str) -> None:
     ranks(2).run(of_one_process, name)
