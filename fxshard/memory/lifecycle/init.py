@@ -253,6 +253,7 @@ def _recorded(
                 slots[name] = fakes[id(tensor)]
         with recorder, _swapped_as_set():
             call()
+            # Operators that write have an underscore: aten.normal_.default.
             if tree.config.param_init_fn and not any("_." in e.op for e in recorder.events):
                 # It looks for the meta device, and is called again.
                 for slots, tensors in real:
