@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from fxshard.capture.functions import meaning
 from fxshard.capture.held import LONG, is_users, slots
 from fxshard.capture.places import (
     ABSENT,
@@ -109,7 +110,7 @@ class Variables:
         """The model is traced in the block: what forward itself changes (a log, a cache, a context)
         would say at each call that it is another one, and does not count.
         """
-        held, whole = _places(*self._given, self._written)
+        held, whole, _ = _places(*self._given, self._written)
         before = [
             (key, there, {name: there.get(name, ABSENT) for name in names})
             for key, (there, names) in held.items()
@@ -136,11 +137,11 @@ class _Look:
         places: all of it.
     """
 
-    def __init__(self, held: _Held, whole: _Whole) -> None:
+    def __init__(self, held: _Held, whole: _Whole, twins: Place) -> None:
         self._held = [(there, tuple(sorted(names))) for there, names in held.values()]
         self._named = [names_of(*each) for each in self._held]
         self.places: list[Place] = [*self._named, *(place for _, place in whole.values())]
-        self._checks = [p.is_same for p in self.places if p.is_same is not always]
+        self._checks = [p.is_same for p in (*self.places, twins) if p.is_same is not always]
 
     def is_same(self) -> bool:
         return all(is_same() for is_same in self._checks)
@@ -161,8 +162,11 @@ _Whole = dict[int, tuple[Any, Place]]  # by id: what is looked into whole
 
 def _places(
     tree: list[nn.Module], others: Sequence[Any], written: Collection[tuple[int, str]]
-) -> tuple[_Held, _Whole]:
+) -> tuple[_Held, _Whole, Place]:
     """Where to look: the variables of all code that forward may run, and what they hold.
+
+    The last place is of functions that compute what others do: it tells whether they still do, and
+    is no part of a state. A hook is left behind each time that checkpointing is turned on.
 
     Args:
         tree, others: what runs, as in `Variables.number`.
@@ -272,6 +276,8 @@ def _places(
             look(each, attributes)
 
     functions = _functions(tree, others)
+    twins = _twins(functions.values())
+    functions = {key: each for key, each in functions.items() if key not in twins}
     for each in others:
         look(each, frozenset())
     attributes: _Names = frozenset()
@@ -298,7 +304,33 @@ def _places(
         read(variables, attributes, attributes)
     holders = [each for m in tree for each in (m._parameters, m._buffers) if each]
     look_whole(_OF_TENSORS, lambda: tuple(_on_tensors(holders, attributes)), attributes)
-    return held, found
+    of_twins = any_place(lambda: tuple(chain.from_iterable(map(_parts, twins.values()))))
+    return held, found, of_twins
+
+
+def _twins(functions: Iterable[_Function]) -> dict[int, _Function]:
+    """Those that compute what another one does, by their ids."""
+    by_code: dict[tuple[types.CodeType, int], list[_Function]] = {}
+    for each in functions:
+        by_code.setdefault((each.__code__, id(each.__globals__)), []).append(each)
+    twins = {}
+    for alike in by_code.values():
+        known = set()
+        for each in alike if len(alike) > 1 else ():
+            if (means := meaning(each)) is not None:
+                if means in known:
+                    twins[id(each)] = each
+                known.add(means)
+    return twins
+
+
+def _parts(function: _Function) -> Iterator[Any]:
+    """What makes a function another one, with the same variables of its file."""
+    yield from (function.__code__, len(vars(function)))
+    for values in (function.__defaults__ or (), (function.__kwdefaults__ or {}).values()):
+        yield from (len(values), *values)
+    for cell in function.__closure__ or ():
+        yield from _contents(cell)
 
 
 def _functions(tree: list[nn.Module], others: Sequence[Any]) -> dict[int, _Function]:

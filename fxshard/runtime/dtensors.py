@@ -101,6 +101,7 @@ def _all_operators() -> Iterator[export.OpOverload]:
             yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
+@torch.compiler.disable  # the backward of a compiled step calls it
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs instead of DTensor's own dispatch of an operator."""
     tensors = [t for t in trees.tree_flatten((args, kwargs))[0] if isinstance(t, DTensor)]

@@ -406,6 +406,38 @@ def test_what_a_hook_reads() -> None:
     assert programs(ours) == 3
 
 
+def scaling_hook(scale: float) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * scale
+
+    return hook
+
+
+def adding_hook(term: float) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + term
+
+    return hook
+
+
+def test_a_hook_that_is_registered_again_and_changes_later() -> None:
+    """One that computes what another does asks for nothing, as long as it does."""
+    eager, ours = both(doubled)
+    x = torch.ones(2, 4)
+    first, second = scaling_hook(1.0), scaling_hook(1.0)
+    for hook in (first, second):
+        for model in (eager, ours):
+            model.linear.register_forward_hook(hook).remove()
+            model.linear.register_forward_hook(hook)
+        assert_close(ours(x), eager(x))
+    assert second.__closure__ is not None
+    for scale in (2.0, 3.0, 1.0):
+        second.__closure__[0].cell_contents = scale
+        assert_close(ours(x), eager(x))
+    second.__code__ = adding_hook(1.0).__code__
+    assert_close(ours(x), eager(x))
+
+
 def test_what_has_changed_is_named() -> None:
     torch.manual_seed(0)
     ours = fxshard.compile(Computes(by_scale), world_size=2, max_variants=2)
