@@ -22,11 +22,35 @@ from fxshard.runtime.replaced import PLACE
 GATHERS = "gathers_itself"  # an attribute of a class that knows what to do with both
 ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
 _ITEMS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+_NO_TENSORS = frozenset(
+    {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.memory_format}
+)
 _NOT_VALUES = ("requires_grad_", "share_memory_", "rename_")  # in place, but no writes of values
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in trees.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    """The tensors among arguments or results, in their order."""
+    found: list[Tensor] = []
+    if not _found_in(tree, found):
+        found = [leaf for leaf in trees.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return found
+
+
+def _found_in(value: Any, found: list[Tensor]) -> bool:
+    """Append the tensors; False if something may hold others. Most calls hold only what is asked
+    for here, and `tree_flatten` takes ten times as long.
+    """
+    if isinstance(value, Tensor):
+        found.append(value)
+        return True
+    kind = type(value)
+    if kind in _NO_TENSORS:
+        return True
+    if kind is dict:
+        value = value.values()
+    elif kind is not tuple and kind is not list:
+        return False
+    return all(_found_in(each, found) for each in value)
 
 
 def name_of(func: Any) -> str:
@@ -208,7 +232,7 @@ def lost(tensor: Tensor, name: str) -> StepError:
             f"distribute_tensor(full, p.grad.device_mesh, p.grad.placements)."
         )
     return StepError(
-        f"{name} writes into a part of {named(tensor)} that is a copy here, as the parameter is "
-        f"sharded: it would be lost. Write with an index or a method of it (param[...] = value, "
-        f"param.mul_(2)), or inside of model.summon_full_params()."
+        f"{name} writes into a part of {named(tensor)} that is a copy here, or of its gradient: it "
+        f"is sharded, and this would be lost. Write with an index or a method of it (param[...] = "
+        f"value, p.grad[...] = value, param.mul_(2)), or inside of model.summon_full_params()."
     )

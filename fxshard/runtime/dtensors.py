@@ -130,10 +130,15 @@ def _number(tensor: DTensor) -> Any:
         return dtensors.local_tensor(tensor).item()
     world = next((w for ref in reversed(_worlds[hash(tensor.device_mesh)]) if (w := ref())), None)
     if world is not None:
-        world.require_joined()
-        what = "a number of a sharded tensor (item(), float(...), if ...)"
-        world.agree([what], "what they do to the model", [["a call of the model"]])
+        require_together(world)
     return tensor.full_tensor().item()
+
+
+def require_together(world: C10dWorld) -> None:
+    """Raise RankMismatchError unless all ranks read all rows of a sharded tensor now."""
+    world.require_joined()
+    what = "a read of all rows of a sharded tensor (item(), float(...), if ..., numpy())"
+    world.agree([what], "what they do to the model", [["a call of the model"]])
 
 
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> Any:

@@ -36,7 +36,7 @@ from fxshard._torch.dtensors import sharded_like
 from fxshard.capture import refusals
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
-from fxshard.runtime import dtensors, full_matrices
+from fxshard.runtime import dtensors, full_matrices, parameter_gradients
 from fxshard.runtime.copies import (
     ACCESS,
     CopiedPart,
@@ -54,7 +54,7 @@ from fxshard.runtime.copies import (
     storage,
     tensors_in,
 )
-from fxshard.runtime.replaced import PLACE
+from fxshard.runtime.replaced import PLACE, gather_as
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
 from fxshard.runtime.state import leave
@@ -75,7 +75,8 @@ _SCALARS = (
 )
 _KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
 _MEMORY = ("__dlpack__", "to_dlpack", "_to_dlpack")
-_OF_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_OF_CLIPPING = ("vector_norm", "linalg_vector_norm", "to")  # no views, no writes, no random numbers
+_LISTS = ("_foreach", "_fused", "_amp_foreach")  # functions of lists, which optimizers call
 _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random numbers next
 
 
@@ -88,6 +89,8 @@ class GatheringTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in parameter_gradients.ASKED:
+            return parameter_gradients.asked(func, args, kwargs or {})
         with autograd.plain_torch_functions():
             return _called(func, args, kwargs or {})
 
@@ -134,8 +137,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name in ACCESS and attribute not in _VIEWS:
         return _accessed(func, name, attribute, args, kwargs)
-    if func in _OF_AUTOGRAD:
-        return func(*args, **kwargs)  # asks for gradients, and reads no value
+    if name == "register_hook":
+        return parameter_gradients.hooked(*args, **kwargs)
     if name == "__deepcopy__":
         return _deepcopied(*args, **kwargs)
     if name == "_make_dual" and transforms.transforming():
@@ -144,6 +147,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 _refuse_transform(tensor, "differentiates")
     refuse_into_views(name, args, kwargs)
     tensors = tensors_in((args, kwargs))
+    if name.startswith(_LISTS) and len({*_meshes(args[0])}) > 1:
+        return _on_each_mesh(func, args, kwargs)
     _refuse_memory(func, name, tensors)
     if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
         return func(*args, **kwargs)
@@ -151,12 +156,15 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _written_out(func, args, kwargs)
     if is_in_place(name) and isinstance(tensors[0], DTensor):
         return _written(func, args, kwargs)
+    # A transform wraps what is computed, so that it would not gather itself.
+    followed = torch.is_grad_enabled() or transforms.transforming()
+    if name in _OF_CLIPPING and not followed:
+        with contextlib.suppress(RuntimeError):  # for one of each gradient, the rest is slow
+            return _gathering(func(*args, **kwargs), tensors)
     alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
     if alone and not _is_mixed_sum(tensors) and not _is_scalar(name, tensors):
         with dtensors.undoing() as undo:  # what an attempt in vain has drawn of random numbers
             done, found = _tried_on_shards(func, args, kwargs)
-            # A transform wraps what is computed, so that it would not gather itself.
-            followed = torch.is_grad_enabled() or transforms.transforming()
             if done and not (followed and _computes(found, tensors)):
                 return found if _is_kept(name) else _gathering(found, tensors)
             undo()
@@ -176,6 +184,30 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if autograd.version(full) != version:
             raise lost(tensor, name)
     return _marked(found, unsharded, sharded[0])
+
+
+def _meshes(tensors: Sequence[Tensor]) -> list[Any]:
+    """Of each tensor; None for a plain one."""
+    return [t.device_mesh if isinstance(t, DTensor) else None for t in tensors]
+
+
+def _on_each_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of lists for what is on each mesh, and for plain tensors: DTensor takes those
+    on one mesh alone. So torch's clip_grad_norm_ and foreach optimizers work on all of a model.
+    """
+    meshes = _meshes(args[0])
+    found: list[Any] = [None] * len(meshes)
+    for mesh in dict.fromkeys(meshes):
+        here = [i for i, each in enumerate(meshes) if each == mesh]
+
+        def part(given: Any, here: list[int] = here) -> Any:
+            several = isinstance(given, (list, tuple)) and len(given) == len(meshes)
+            return [given[i] for i in here] if several else given
+
+        of_part = _called(func, tuple(map(part, args)), {k: part(v) for k, v in kwargs.items()})
+        for i, each in zip(here, of_part or (), strict=False):
+            found[i] = each
+    return found
 
 
 def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
@@ -281,6 +313,8 @@ def _unsharded(tensor: Any) -> Tensor:
             f"parameter itself; or compute with plain copies, param.detach().full_tensor()."
         )
     with transforms.outside():
+        if isinstance(runtime.world, C10dWorld):
+            dtensors.require_together(runtime.world)
         return runtime.all_rows(tensor)
 
 
@@ -294,11 +328,15 @@ def _accessed(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> A
         value = args[1]
         if isinstance(value, Tensor):
             return _set_data(tensor, value)
+    if name == "__set__" and attribute == "grad":
+        return func(tensor, parameter_gradients.as_of(args[1], tensor))
     if name == "__get__" and attribute == "dtype":
         runtime, slot = _origin(tensor)
         if runtime is not None and slot is not None and slot.tensor is tensor:
             return runtime.dtype_here(slot)
     found = func(*args, **kwargs)
+    if attribute == "grad":
+        return gather_as(found, tensor) if type(found) is DTensor else found
     return _gathering(found, [tensor]) if attribute == "data" else found
 
 
@@ -353,7 +391,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{name} writes a plain tensor into what was computed of a sharded parameter, and is "
             f"not summed over the ranks yet. Write it out of place (a + b for a += b)."
         )
-    several = name.startswith(("_foreach", "_fused"))  # what optimizers call
+    several = name.startswith(_LISTS)
     fit = all(t.shape == into.shape for t in plain)
     if several and not fit:
         raise StepError(
@@ -493,7 +531,10 @@ def _computes(found: Any, given: Sequence[Tensor]) -> bool:
 
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
     """`found` with its DTensors made `GatheringTensor`: they may meet plain tensors next."""
-    place = next((p for t in given if (p := getattr(t, PLACE, None)) is not None), None)
+    place = None
+    for tensor in given:
+        if (place := getattr(tensor, PLACE, None)) is not None:
+            break
     for tensor in tensors_in(found):
         if type(tensor) in (DTensor, CopiedPart):
             tensor.__class__ = GatheringTensor

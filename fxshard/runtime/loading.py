@@ -21,7 +21,7 @@ from fxshard._torch.dtensors import _dtensor, held_part, local_part, plain, shar
 from fxshard.capture.swapped import STATE
 from fxshard.errors import StepError
 from fxshard.runtime import state
-from fxshard.runtime.replaced import PLACE
+from fxshard.runtime.replaced import PLACE, gather_as
 from fxshard.runtime.sharding import Slot
 
 
@@ -91,8 +91,7 @@ def _assigned(slot: Slot, value: DTensor) -> nn.Parameter:
         dtensors.set_local_tensor(value, slot.as_held(slot.local))
     made: Any = nn.Parameter(state.over_shard(slot), before.requires_grad)
     dtensors.set_local_tensor(made, slot.as_held(slot.local))  # autograd made another view
-    made.__class__ = type(before)
-    setattr(made, PLACE, getattr(before, PLACE))
+    gather_as(made, before)
     if made.grad_dtype is not before.grad_dtype:
         made.grad_dtype = before.grad_dtype
     slot.place(made)

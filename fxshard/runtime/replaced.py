@@ -29,6 +29,19 @@ _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the states that they load are sharded
 
 
+def gather_as(tensor: Any, like: Any) -> Any:
+    """Let a DTensor gather itself where code computes with it, if `like` does; in place.
+
+    Args:
+        tensor: a new parameter, or a gradient.
+        like: the parameter that it replaces, or is the gradient of.
+    """
+    if hasattr(like, PLACE):
+        tensor.__class__ = type(like)
+        setattr(tensor, PLACE, getattr(like, PLACE))
+    return tensor
+
+
 def mark(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse from now on every step of an optimizer that holds one of `parameters` (by FQN)."""
     global _count

@@ -30,6 +30,7 @@ from fxshard.runtime.initialise import (
     leave_empty,
     owners_of,
 )
+from fxshard.runtime.replaced import gather_as
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 
@@ -538,5 +539,5 @@ def as_gradient(slot: Slot, shards: list[Tensor], world: C10dWorld | InProcessWo
     if isinstance(world, InProcessWorld):
         return local
     if isinstance(exposed, DTensor) and local.dtype is exposed.dtype:
-        return dtensors.dtensor_like(local, exposed)
-    return as_dtensor(slot.param, local, world)
+        return gather_as(dtensors.dtensor_like(local, exposed), exposed)
+    return gather_as(as_dtensor(slot.param, local, world), exposed)

@@ -295,16 +295,30 @@ def test_accumulation_norms_and_units_by_themselves(ranks: Any, kind: str) -> No
     ranks(4).run(phases, kind)
 
 
-def clipped(rank: int, world_size: int) -> None:
-    """torch's own function refuses gradients on several meshes."""
-    for model in (by_calls(), by_calls(fxshard.fully_shard)):
-        CASE.loss(model(*CASE.batch(rank, 0)[0])).backward()
-        with pytest.raises(RuntimeError, match="must have the same mesh"):
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+def clipped(rank: int, world_size: int, foreach: bool | None) -> None:
+    """By torch's own function, which refuses FSDP2's gradients on several meshes."""
+    model, theirs = by_calls(fxshard.fully_shard), by_calls()
+    for each in (model, theirs):
+        CASE.loss(each(*CASE.batch(rank, 0)[0])).backward()
+    with pytest.raises(RuntimeError, match="must have the same mesh"):
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+    plain = [nn.Parameter(full(p)) for p in model.parameters()]
+    for mine, param in zip(plain, model.parameters(), strict=True):
+        mine.grad = full(param.grad)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+    assert_close(full(norm), nn.utils.clip_grad_norm_(plain, 0.1))
+    for params in (plain, [*model.parameters()]):
+        torch.optim.AdamW(params, lr=0.1, foreach=foreach).step()
+    for mine, param in zip(plain, model.parameters(), strict=True):
+        assert_close(full(param), mine.detach())
+        assert_close(full(param.grad), mine.grad)
 
 
-def test_torchs_clip_grad_norm_is_as_with_fsdp2(ranks: Any) -> None:
-    ranks(4).run(clipped)
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torchs_clip_grad_norm_and_optimizers_on_several_meshes(
+    ranks: Any, foreach: bool | None
+) -> None:
+    ranks(4).run(clipped, foreach)
 
 
 # -- what is written of it -------------------------------------------------------------------------

@@ -365,9 +365,8 @@ class ParameterStore:
         before = self._seen.get(fqn)
         if before is not None:
             replaced.mark({fqn: before})
-            if kind is DTensor and hasattr(before, replaced.PLACE):
-                tensor.__class__ = type(before)  # one that gathers itself
-                setattr(tensor, replaced.PLACE, getattr(before, replaced.PLACE))
+            if kind is DTensor:
+                replaced.gather_as(tensor, before)
         self._seen[fqn] = tensor
 
     def together(
