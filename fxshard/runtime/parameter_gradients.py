@@ -30,7 +30,7 @@ def asked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     us again, unless no function of a subclass is called meanwhile, and hooks of the user's need
     those.
     """
-    where = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+    where: dict[str, Any] = {**dict(zip(("outputs", "inputs"), args, strict=False)), **kwargs}
     if func is not torch.autograd.grad:
         where["outputs"] = args[0]
     inputs, rest = where.pop("inputs", None), trees.tree_flatten(where)[0]
