@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Adafactor, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxshard._torch import data_parallel, dtensors
@@ -46,7 +46,7 @@ def mark(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse from now on every step of an optimizer that holds one of `parameters` (by FQN)."""
     global _count
     if parameters and not _count:
-        register_optimizer_step_pre_hook(_refuse)
+        register_optimizer_step_pre_hook(_before_step)
     for fqn, parameter in parameters.items():
         setattr(parameter, _MARK, fqn)
         _count += 1
@@ -66,7 +66,35 @@ def _is_back(parameter: nn.Parameter) -> bool:
     return slot is not None and slot.holds(parameter)
 
 
-def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Runs before each step of any optimizer; returns other arguments for it, or None."""
+    _refuse(optimizer)
+    return _with_common_loss(optimizer, args, kwargs) if isinstance(optimizer, LBFGS) else None
+
+
+def _with_common_loss(optimizer: LBFGS, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments of a step, with a closure that must return the same on all ranks.
+
+    LBFGS looks at its loss for how far to go, and for when to stop. Each rank would go as far as
+    the loss of its own batch says, with its rows alone.
+    """
+    places = [getattr(p, PLACE) for p in optimizer.param_groups[0]["params"] if hasattr(p, PLACE)]
+    runtime = places[0][0]() if places else None
+    given = {**dict(zip(("self", "closure"), args, strict=False)), **kwargs}
+    closure = given.get("closure")
+    if runtime is None or closure is None:
+        return None
+
+    def asked() -> Any:
+        loss = closure()
+        said = f"{float(loss)!r}; return its mean: dist.all_reduce(loss, dist.ReduceOp.AVG)"
+        runtime.world.agree([said], "the loss that the closure of LBFGS returns")
+        return loss
+
+    return args[:1], {"closure": asked}
+
+
+def _refuse(optimizer: Optimizer) -> None:
     """Raise StepError if the optimizer holds a replaced parameter; checked once per optimizer."""
     if optimizer not in _known and _is_of_torch(optimizer):
         _known.add(optimizer)

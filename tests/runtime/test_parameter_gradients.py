@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fxshard
-from fxshard.errors import StepError
+from fxshard.errors import RankMismatchError, StepError
 from tests.fsdp2 import full
 
 Use = Callable[[Tensor], Any]
@@ -183,3 +184,38 @@ def saved(rank: int, world_size: int) -> None:
 
 def test_saved(ranks: Any) -> None:
     ranks(2).run(saved)
+
+
+def lbfgs(rank: int, world_size: int, search: str | None) -> None:
+    """Five rows on two ranks; the closure returns the mean loss, as that of one process."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    ours: Any = fxshard.compile(copy.deepcopy(eager))
+    batches = [torch.randn(4, 4) for _ in range(2)]
+
+    def minimise(model: nn.Module, batch: Tensor, common: bool) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn=search)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            found = loss(model, batch)
+            found.backward()
+            found = found.detach()
+            if common:
+                dist.all_reduce(found)
+                found /= 2
+            return found
+
+        optimizer.step(closure)
+
+    minimise(eager, torch.cat(batches), common=False)
+    minimise(ours, batches[rank], common=True)
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert_close(full(mine), theirs.detach(), rtol=1e-3, atol=1e-4)
+    with pytest.raises(RankMismatchError, match="closure of LBFGS(.|\n)*all_reduce"):
+        minimise(ours, batches[rank], common=False)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs(ranks: Any, search: str | None) -> None:
+    ranks(2).run(lbfgs, search)
