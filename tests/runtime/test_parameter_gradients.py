@@ -212,7 +212,7 @@ def lbfgs(rank: int, world_size: int, search: str | None) -> None:
     minimise(ours, batches[rank], common=True)
     for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
         assert_close(full(mine), theirs.detach(), rtol=1e-3, atol=1e-4)
-    with pytest.raises(RankMismatchError, match="closure of LBFGS(.|\n)*all_reduce"):
+    with pytest.raises(RankMismatchError, match=r"closure of LBFGS(.|\n)*all_reduce"):
         minimise(ours, batches[rank], common=False)
 
 
