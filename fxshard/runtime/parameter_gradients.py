@@ -42,7 +42,6 @@ def asked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     edges = [get_gradient_edge(t) if isinstance(t, DTensor) else t for t in every]
     if func is not torch.autograd.grad:
         return func(outputs, inputs=edges, **where)
-    where["allow_unused"] = where.get("allow_unused") or fill
     found = func(outputs, edges, **where)
     return tuple(
         torch.zeros_like(given) if fill and grad is None else as_of(grad, given)
