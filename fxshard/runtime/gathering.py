@@ -80,6 +80,12 @@ _LISTS = ("_foreach", "_fused", "_amp_foreach")  # functions of lists, which opt
 _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random numbers next
 
 
+class _AtItsOffset(tuple[Any, ...]):
+    """What DTensor says of itself, of one that has the storage offset of its local tensor, such as
+    a gradient. Parameters have none.
+    """
+
+
 class GatheringTensor(DTensor):
     """A DTensor that gathers itself where it meets plain tensors, or where autograd follows it."""
 
@@ -102,9 +108,16 @@ class GatheringTensor(DTensor):
         with transforms.outside():
             return super().full_tensor(**options)
 
+    def __tensor_flatten__(self) -> Any:
+        with autograd.plain_torch_functions():
+            names, context = super().__tensor_flatten__()
+            return names, _AtItsOffset(context) if self.storage_offset() else context
+
     @staticmethod
-    def __tensor_unflatten__(*args: Any) -> Any:
-        made = torch_dtensors.unflattened(*args)
+    def __tensor_unflatten__(inner: Any, context: Any, *sizes: Any) -> Any:
+        at_its_offset = isinstance(context, _AtItsOffset)
+        unflatten = DTensor.__tensor_unflatten__ if at_its_offset else torch_dtensors.unflattened
+        made = unflatten(inner, context, *sizes)
         made.__class__ = GatheringTensor
         return made
 
@@ -149,6 +162,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = tensors_in((args, kwargs))
     if name.startswith(_LISTS) and len({*_meshes(args[0])}) > 1:
         return _on_each_mesh(func, args, kwargs)
+    if name.startswith("_amp"):
+        return func(*args, **kwargs)  # DTensor tells all ranks of an infinity
     _refuse_memory(func, name, tensors)
     if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
         return func(*args, **kwargs)
@@ -385,6 +400,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     into: Any
     into, *others = tensors_in((args, kwargs))
     refuse_copy(into, name)
+    if name == "__setitem__" and _is_mask(args[1], into) and _is_number(args[2]):
+        func, name = Tensor.masked_fill_, "masked_fill_"  # element by element
     plain = [t for t in others if not isinstance(t, DTensor) and t.dim()]
     if plain and any(place.is_partial() for place in into.placements):
         raise StepError(
@@ -408,6 +425,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if done:
             return found
     return _written_in_full(func, args, kwargs, [into])
+
+
+def _is_mask(index: Any, of: Tensor) -> bool:
+    return isinstance(index, Tensor) and index.dtype is torch.bool and index.shape == of.shape
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
 
 
 def _written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
