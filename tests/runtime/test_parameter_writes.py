@@ -375,7 +375,8 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
 
 
 def numbers(rank: int, world_size: int) -> None:
-    mine, theirs = (weight(model) for model in (fxshard.compile(build()), build()))
+    models: list[Any] = [fxshard.compile(build()), build()]
+    mine, theirs = map(weight, models)
     for name, number in NUMBERS.items():
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
