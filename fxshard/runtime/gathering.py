@@ -208,18 +208,19 @@ def _meshes(tensors: Sequence[Tensor]) -> list[Any]:
 
 def _on_each_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function of lists for what is on each mesh, and for plain tensors: DTensor takes those
-    on one mesh alone. So torch's clip_grad_norm_ and foreach optimizers work on all of a model.
+    on one mesh alone. So torch's clip_grad_norm_ works on all of a model.
     """
     meshes = _meshes(args[0])
     found: list[Any] = [None] * len(meshes)
     for mesh in dict.fromkeys(meshes):
         here = [i for i, each in enumerate(meshes) if each == mesh]
 
-        def part(given: Any, here: list[int] = here) -> Any:
-            several = isinstance(given, (list, tuple)) and len(given) == len(meshes)
-            return [given[i] for i in here] if several else given
+        def part(value: Any, here: list[int] = here) -> Any:
+            several = isinstance(value, (list, tuple)) and len(value) == len(meshes)
+            return [value[i] for i in here] if several else value
 
-        of_part = _called(func, tuple(map(part, args)), {k: part(v) for k, v in kwargs.items()})
+        given = tuple(map(part, args)), {key: part(value) for key, value in kwargs.items()}
+        of_part = _called(func, *given) if mesh is not None else func(*given[0], **given[1])
         for i, each in zip(here, of_part or (), strict=False):
             found[i] = each
     return found

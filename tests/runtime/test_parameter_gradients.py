@@ -219,3 +219,30 @@ def lbfgs(rank: int, world_size: int, search: str | None) -> None:
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs(ranks: Any, search: str | None) -> None:
     ranks(2).run(lbfgs, search)
+
+
+def beside_plain_ones(rank: int, world_size: int, foreach: bool | None) -> None:
+    """A parameter that is ignored has a plain gradient, which the user averages."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    model = copy.deepcopy(eager)
+    ours: Any = fxshard.compile(model, ignored=[model[1].weight])
+    batches = [torch.randn(4, 4) for _ in range(2)]
+    loss(eager, torch.cat(batches)).backward()
+    loss(ours, batches[rank]).backward()
+    plain = ours[1].weight
+    assert not isinstance(plain, DTensor)
+    dist.all_reduce(plain.grad)
+    plain.grad /= 2
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1, foreach=foreach) for m in (ours, eager)]
+    assert_close(full(norms[0]), norms[1])
+    for each in (eager, ours):  # foreach takes their states together, which are plain DTensors
+        torch.optim.AdamW(each.parameters(), lr=0.1, foreach=False).step()
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert_close(full(mine), theirs.detach())
+        assert_close(full(mine.grad), theirs.grad)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_beside_plain_ones(ranks: Any, foreach: bool | None) -> None:
+    ranks(2).run(beside_plain_ones, foreach)
