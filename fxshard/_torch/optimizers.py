@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import _muon
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer, _muon
 from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._foreach_utils import _foreach_supported_types as _clipped_by_foreach
@@ -27,7 +30,7 @@ class _NoState(collections.defaultdict[Any, Any]):
 
 
 @contextlib.contextmanager
-def not_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def not_stepped(optimizer: Optimizer) -> Iterator[None]:
     """Let torch.distributed.checkpoint take the state of `optimizer` as it is.
 
     It steps an optimizer without state on gradients of zeros before it asks for its state dict.
@@ -43,7 +46,7 @@ def not_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
     """For the time of the block ``optimizer.step()`` does not run the user's hooks.
 
     (torch/optim/optimizer.py, ``profile_hook_step``)
@@ -74,6 +77,45 @@ def allow_foreach(kind: type[torch.Tensor]) -> None:
     for kinds in (_stepped_by_foreach, _clipped_by_foreach):
         if kind not in kinds:
             kinds.append(kind)
+
+
+class _OfMesh(tuple[Any, ...]):
+    """A key of torch's (device, dtype), unlike all others."""
+
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
+
+
+def group_by_mesh() -> None:
+    """Let optimizers step tensors many at once on each mesh, and plain ones.
+
+    torch steps those of a device and a dtype together, and DTensor refuses plain tensors among its
+    own. (torch/optim/optimizer.py, ``Optimizer._group_tensors_by_device_and_dtype``)
+    """
+    group = Optimizer._group_tensors_by_device_and_dtype
+    if getattr(group, "by_mesh", False):
+        return
+
+    @functools.wraps(group)
+    def by_mesh(lists: Any, with_indices: bool = False) -> Any:
+        several = not torch.compiler.is_compiling() and len(set(_meshes(lists[0]))) > 1
+        found = group(lists, with_indices or several)
+        if not several:
+            return found
+        split = {}
+        for key, (members, indices) in found.items():
+            meshes = _meshes(members[0])
+            for mesh in dict.fromkeys(meshes):
+                here = [i for i, each in enumerate(meshes) if each == mesh]
+                of_mesh = [[held[i] for i in here if held] for held in members]
+                split[_OfMesh(key)] = of_mesh, [indices[i] for i in here]
+        return split
+
+    by_mesh.by_mesh = True  # type: ignore[attr-defined]
+    Optimizer._group_tensors_by_device_and_dtype = staticmethod(by_mesh)  # type: ignore[assignment]
+
+
+def _meshes(tensors: Sequence[object]) -> list[DeviceMesh | None]:
+    return [t.device_mesh if isinstance(t, DTensor) else None for t in tensors]
 
 
 def foreach_copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import autograd, modes, transforms, trees
 from fxshard._torch import dtensors as torch_dtensors
 from fxshard.errors import StepError
-from fxshard.runtime.replaced import PLACE
+from fxshard.runtime.replaced import PLACE, place_of
 
 GATHERS = "gathers_itself"  # an attribute of a class that knows what to do with both
 ACCESS = ("__get__", "__set__", "__delete__")  # of an attribute of a tensor
@@ -71,7 +71,7 @@ class CopiedView(Tensor):
     ) -> Any:
         def mark(found: Any) -> Any:
             given = [t for t in tensors_in((args, kwargs)) if isinstance(t, CopiedView)]
-            return as_views(found, given, getattr(given[0], PLACE))
+            return as_views(found, given, place_of(given[0]))
 
         return _read(func, types, args, kwargs or {}, mark)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from fxshard._torch.dtensors import sharded_like
 from fxshard.capture import refusals
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
-from fxshard.runtime import dtensors, full_matrices, parameter_gradients
+from fxshard.runtime import dtensors, eager, full_matrices, parameter_gradients
 from fxshard.runtime.copies import (
     ACCESS,
     CopiedPart,
@@ -54,7 +54,7 @@ from fxshard.runtime.copies import (
     storage,
     tensors_in,
 )
-from fxshard.runtime.replaced import PLACE, gather_as
+from fxshard.runtime.replaced import PLACE, Alive, gather_as, place_of
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
 from fxshard.runtime.state import leave
@@ -139,6 +139,7 @@ class GatheringTensor(DTensor):
 
 
 optimizers.allow_foreach(GatheringTensor)
+optimizers.group_by_mesh()
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,6 +160,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(tensor, GatheringTensor):
                 _refuse_transform(tensor, "differentiates")
     refuse_into_views(name, args, kwargs)
+    if name == "_foreach_copy_":  # DTensor has none
+        return _each_copied(*args, **kwargs)
     tensors = tensors_in((args, kwargs))
     if name.startswith(_LISTS) and len({*_meshes(args[0])}) > 1:
         return _on_each_mesh(func, args, kwargs)
@@ -226,6 +229,14 @@ def _on_each_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return found
 
 
+def _each_copied(
+    into: Sequence[Tensor], values: Sequence[Tensor], non_blocking: bool = False
+) -> None:
+    for given in zip(into, values, itertools.repeat(non_blocking), strict=False):
+        sharded = any(isinstance(tensor, DTensor) for tensor in given)
+        _called(Tensor.copy_, given, {}) if sharded else Tensor.copy_(*given)
+
+
 def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
     """A transform of torch.func takes a sharded parameter apart, as its argument.
 
@@ -277,7 +288,7 @@ def let_gather(runtime: Runtime) -> None:
             if type(tensor) in (DTensor, GatheringTensor):  # the latter may be of an inner model's
                 dtensors.as_one_process(tensor.device_mesh, runtime.world)
                 tensor.__class__ = GatheringTensor
-                setattr(tensor, PLACE, (weakref.ref(runtime), fqn))
+                setattr(tensor, PLACE, (Alive(runtime), fqn))
 
 
 @contextlib.contextmanager
@@ -308,6 +319,12 @@ def _origin(tensor: Tensor) -> tuple[Runtime | None, Slot | None]:
     return runtime, runtime.slots.get(fqn) if runtime is not None else None
 
 
+def _world(tensor: Tensor) -> C10dWorld | None:
+    """The ranks that have the rows of a sharded parameter, or of what was computed from it."""
+    reference, _ = place_of(tensor)
+    return None if reference is None else reference.world
+
+
 def _unsharded(tensor: Any) -> Tensor:
     """All rows of a DTensor; collective.
 
@@ -316,11 +333,13 @@ def _unsharded(tensor: Any) -> Tensor:
         StepError: its gradient would be this rank's rows of this rank's own.
     """
     runtime, slot = _origin(tensor)
-    if runtime is None:
+    if runtime is not None:
+        if slot is not None and slot.tensor is tensor:
+            return runtime.read_here(slot)
+        refusals.check_runs(runtime.model)
+    world = _world(tensor)
+    if world is None:
         return tensor.full_tensor()
-    if slot is not None and slot.tensor is tensor:
-        return runtime.read_here(slot)
-    refusals.check_runs(runtime.model)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise StepError(
             f"a copy of {named(tensor)} that requires a gradient (of detach().requires_grad_(), "
@@ -329,9 +348,8 @@ def _unsharded(tensor: Any) -> Tensor:
             f"parameter itself; or compute with plain copies, param.detach().full_tensor()."
         )
     with transforms.outside():
-        if isinstance(runtime.world, C10dWorld):
-            dtensors.require_together(runtime.world)
-        return runtime.all_rows(tensor)
+        dtensors.require_together(world)
+        return eager.all_rows(tensor, world)
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -462,9 +480,9 @@ def _written_in_full(
         StepError: the function changes more than values.
     """
     name = name_of(func)
-    for runtime in dict.fromkeys(runtime for runtime, _ in map(_origin, into)):
-        if runtime is not None:
-            runtime.world.together(f"{name}, which writes into a parameter")
+    for world in dict.fromkeys(map(_world, into)):
+        if world is not None:
+            world.together(f"{name}, which writes into a parameter")
     unsharded: dict[int, Tensor] = {}
     for tensor in into:
         with torch.no_grad():
@@ -522,7 +540,7 @@ def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
             mark_copy(leaf.untyped_storage())
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
     found = trees.tree_unflatten(leaves, spec)
-    return as_views(found, unsharded.values(), getattr(of, PLACE, (None, "")))
+    return as_views(found, unsharded.values(), place_of(of))
 
 
 def _is_scalar(name: str, tensors: Sequence[Tensor]) -> bool:
@@ -557,10 +575,7 @@ def _computes(found: Any, given: Sequence[Tensor]) -> bool:
 
 def _gathering(found: Any, given: Sequence[Tensor]) -> Any:
     """`found` with its DTensors made `GatheringTensor`: they may meet plain tensors next."""
-    place = None
-    for tensor in given:
-        if (place := getattr(tensor, PLACE, None)) is not None:
-            break
+    place = next((place_of(tensor) for tensor in given if hasattr(tensor, PLACE)), None)
     for tensor in tensors_in(found):
         if type(tensor) in (DTensor, CopiedPart):
             tensor.__class__ = GatheringTensor

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,10 +23,59 @@ from fxshard._torch import data_parallel, dtensors
 from fxshard.errors import StepError
 from fxshard.ir.tensor_parallel import PLACE as PLACE
 
+T = TypeVar("T")
+
 _MARK = "_fxshard_replaced"
 _count = 0
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the states that they load are sharded
+
+
+class Alive(Generic[T]):
+    """Called, it gives a runtime, as a weak reference does; it keeps the runtime alive.
+
+    Parameters have one: whoever keeps a submodule or a parameter of a model computes with it as if
+    the model were there, on every rank.
+    """
+
+    def __init__(self, runtime: T) -> None:
+        self._runtime = runtime
+
+    def __call__(self) -> T:
+        return self._runtime
+
+    def __deepcopy__(self, memo: object) -> Alive[T]:
+        return self
+
+
+class Weak(weakref.ref[T]):
+    """A weak reference to a runtime, beside the world that it ran in.
+
+    What is made of parameters has one, such as gradients: Python's garbage collector does not look
+    from a parameter into its gradient, so that a model would never go. When it goes differs
+    between ranks, and what they do then must not.
+    """
+
+    __slots__ = ("world",)
+    world: Any
+
+    def __new__(cls, runtime: T) -> Weak[T]:
+        made = super().__new__(cls, runtime)
+        made.world = runtime.world  # type: ignore[attr-defined]
+        return made
+
+    def __deepcopy__(self, memo: object) -> Weak[T]:
+        return self
+
+
+def place_of(tensor: Any) -> tuple[Weak[Any] | None, str]:
+    """What `PLACE` of something made of a sharded parameter is: its runtime, and its FQN.
+
+    Args:
+        tensor: the parameter, or what was made of it; (None, "") for any other.
+    """
+    reference, fqn = getattr(tensor, PLACE, (None, ""))
+    return Weak(reference()) if isinstance(reference, Alive) else reference, fqn
 
 
 def gather_as(tensor: Any, like: Any) -> Any:
@@ -38,7 +87,8 @@ def gather_as(tensor: Any, like: Any) -> Any:
     """
     if hasattr(like, PLACE):
         tensor.__class__ = type(like)
-        setattr(tensor, PLACE, getattr(like, PLACE))
+        replaces = isinstance(tensor, nn.Parameter)
+        setattr(tensor, PLACE, getattr(like, PLACE) if replaces else place_of(like))
     return tensor
 
 

@@ -1,6 +1,7 @@
 """Contracts of what `fxshard._torch.optimizers` uses of torch."""
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -17,7 +19,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _foreach_utils
 
-from fxshard._torch import optimizers
+from fxshard._torch import optimizers, process_groups
 
 
 def test_foreach_copy_casts_in_one_operator() -> None:
@@ -52,6 +54,46 @@ def test_torch_takes_tensors_many_at_once_by_their_exact_type(
     assert many() == (False, False)
     optimizers.allow_foreach(Own)
     assert many() == (True, True)
+
+
+def test_torch_steps_what_lies_on_one_device_in_one_dtype_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def group(lists: Any, with_indices: bool = False) -> Any:
+        found = before(lists, with_indices)
+        assert {key: len(held[0]) for key, (held, _) in found.items()} == {
+            (torch.device("cpu"), torch.float32): 2,
+            (torch.device("cpu"), torch.bfloat16): 1,
+        }
+        assert sorted(i for _, places in found.values() for i in places) == [0, 1, 2] * with_indices
+        asked.append(sorted([len(each) for each in held] for held, _ in found.values()))
+        return found
+
+    before, asked = torch.optim.Optimizer._group_tensors_by_device_and_dtype, []  # type: Any, Any
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+    )
+    dtypes = torch.float32, torch.bfloat16, torch.float32
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    torch.optim.Adam(params, foreach=True).step()
+    assert asked == [[[1, 1, 1, 1, 0, 1], [2, 2, 2, 2, 0, 2]]]  # without amsgrad's
+    group([params], with_indices=True)
+
+
+def test_optimizers_step_dtensors_beside_plain_ones() -> None:
+    optimizers.group_by_mesh()
+    with process_groups.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        params = [nn.Parameter(each) for each in (torch.ones(2), sharded, torch.ones(2))]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        torch.optim.AdamW(params, lr=1.0, foreach=True, amsgrad=True).step()
+        found = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert not torch.equal(found[0], torch.ones(2))
 
 
 def test_torch_steps_an_optimizer_without_state_to_save_it() -> None:

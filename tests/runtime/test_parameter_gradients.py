@@ -1,6 +1,7 @@
 """Gradients on gloo ranks: computed with, hooked, assigned and asked for as in one process."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,7 @@ USES: dict[str, Use] = {
     "out": lambda grad: torch.add(grad, like(grad), out=grad),
     "data": lambda grad: setattr(grad, "data", like(grad)),
     "a list, in place": lambda grad: torch._foreach_add_([grad], [like(grad)]) and None,
+    "a list, copied": lambda grad: torch._foreach_copy_([grad], [like(grad)]) and None,
     "a plain tensor first": lambda grad: like(grad) - grad,
     "a matrix": lambda grad: like(grad).T @ grad,
     "with itself": lambda grad: grad.T @ grad,
@@ -236,11 +238,23 @@ def beside_plain_ones(rank: int, world_size: int, foreach: bool | None) -> None:
     plain.grad /= 2
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1, foreach=foreach) for m in (ours, eager)]
     assert_close(full(norms[0]), norms[1])
-    for each in (eager, ours):  # foreach takes their states together, which are plain DTensors
-        torch.optim.AdamW(each.parameters(), lr=0.1, foreach=False).step()
-    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
-        assert_close(full(mine), theirs.detach())
-        assert_close(full(mine.grad), theirs.grad)
+    for make in STEPS:  # in lists torch takes states together, which are plain DTensors
+        for each in (eager, ours):
+            optimizer = make(each.parameters(), lr=0.01, foreach=foreach)
+            optimizer.step()
+            optimizer.step()
+        for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert_close(full(mine), theirs.detach(), msg=f"of {make}")
+            assert_close(full(mine.grad), theirs.grad)
+
+
+OPTIM = torch.optim
+STEPS: list[Any] = [
+    *(OPTIM.Adadelta, OPTIM.Adagrad, OPTIM.Adam, OPTIM.Adamax, OPTIM.AdamW, OPTIM.ASGD),
+    *(OPTIM.NAdam, OPTIM.RAdam, OPTIM.RMSprop, OPTIM.Rprop),
+    functools.partial(OPTIM.SGD, momentum=0.9),
+    functools.partial(OPTIM.AdamW, amsgrad=True, maximize=True),
+]
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
