@@ -110,7 +110,7 @@ def _idle_ranks_are_quiet(_pools: dict[int, Ranks]) -> Iterator[None]:
 TRACING_ROOMS = {"_torch", "capture", "codegen", "dryrun", "dynamo", "fuzz", "integrations"}
 TRACING_FILES = {
     *("test_async_save", "test_checkpointing", "test_extensions", "test_object_changes"),
-    "test_runs_go_on",
+    *("test_other_sizes", "test_runs_go_on"),
 }
 
 

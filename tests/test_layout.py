@@ -107,6 +107,11 @@ def test_every_room_says_what_it_is_for(path: Path) -> None:
     assert f"`{room}/" in (ROOT / "docs" / "layout.md").read_text() or room == "fxshard"
 
 
+def test_tests_mirror_the_rooms() -> None:
+    rooms = {path.parent.name for path in ROOMS.glob("*/__init__.py")}
+    assert rooms - {path.parent.name for path in TESTS.glob("*/test_*.py")} == set()
+
+
 def test_files_that_the_layout_names_exist() -> None:
     text = (ROOT / "docs" / "layout.md").read_text()
     named = re.findall(r"`((?:fxshard|passes|tests|benchmarks|examples)/[\w./]+)`", text)

@@ -22,7 +22,7 @@ from fxshard.runtime.whole_step import step_config
 from fxshard.verify.certificate import collectives
 from fxshard.verify.clipped import clipped
 from tests import texts
-from tests.end_to_end.compile_step_cases import OPTIMIZERS, batch, loss_fn, net
+from tests.api.compile_step_cases import OPTIMIZERS, batch, loss_fn, net
 
 aten: Any = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fxshard
 from tests.distributed.tensor_parallel_cases import LENGTH, VOCABULARY, Llama, of_sequences
-from tests.end_to_end.compile_step_cases import (
+from tests.api.compile_step_cases import (
     MAX_NORM,
     OPTIMIZERS,
     UNITS,

@@ -14,7 +14,7 @@ from fxshard.plans.plan import Plan, make_plan
 from fxshard.plans.workload import Workload
 from fxshard.runtime.whole_step import step_config
 from fxshard.validation.rehearsal import bytes_beside
-from tests.end_to_end.compile_step_cases import (
+from tests.api.compile_step_cases import (
     BF16,
     MAX_NORM,
     OPTIMIZERS,

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxshard
-from tests.end_to_end.compile_step_cases import (
+from tests.api.compile_step_cases import (
     BF16,
     MAX_NORM,
     OPTIMIZERS,

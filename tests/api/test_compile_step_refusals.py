@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Adafactor, AdamW, Muon
 
 import fxshard
 from fxshard import CaptureError, ConfigError, StepError
-from tests.end_to_end.compile_step_cases import UNITS, batch, loss_fn, net
+from tests.api.compile_step_cases import UNITS, batch, loss_fn, net
 from tests.ranks import Failure
 
 Refused = Callable[[], object]
