@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxshard
-from tests.distributed.tensor_parallel_cases import LENGTH, VOCABULARY, Llama, of_sequences
 from tests.api.compile_step_cases import (
     MAX_NORM,
     OPTIMIZERS,
@@ -27,6 +26,7 @@ from tests.api.compile_step_cases import (
     rank_now,
     stepped,
 )
+from tests.distributed.tensor_parallel_cases import LENGTH, VOCABULARY, Llama, of_sequences
 
 
 class Odd(nn.Module):
