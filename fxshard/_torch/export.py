@@ -87,7 +87,7 @@ def export_joint(
             stack,
             module,
             args,
-            decompositions=None if for_cuda else _AS_ON_CPU,
+            decompositions=_DECOMPOSED if for_cuda else _DECOMPOSED | _AS_ON_CPU,
         )
         graph_module = joint.graph_module
     placeholders = [n.meta["desc"] for n in graph_module.graph.find_nodes(op="placeholder")]
@@ -187,26 +187,29 @@ def _kernels_of_eager() -> Iterator[None]:
     ``interpolate`` is traced as dozens of index operators and sums, which save more and round
     otherwise; in C++ the size of its result is computed from plain numbers, which would fix open
     sizes. The decomposition of ``multilabel_margin_loss`` is wrong: it counts labels after the end
-    of a target too.
+    of a target too. That of ``dropout`` draws random numbers where it drops all, and eager none.
     (torch/_decomp/decompositions.py, ``py_impl`` of ``upsample_*`` and of the losses;
     torch/_refs/nn/functional; `OpOverload.py_kernels`; ATen/native/UpSample.cpp,
     ``compute_output_size``)
     """
     names = [n for n in dir(torch.ops.aten) if n.startswith(("upsample", "_upsample"))]
     packets = [getattr(torch.ops.aten, name) for name in (*names, *_DECOMPOSED_IN_FRONT)]
+    dropout = torch.ops.aten.dropout.default
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    before = [(overload, dict(overload.py_kernels)) for overload in overloads]
+    before = {overload: dict(overload.py_kernels) for overload in (*overloads, dropout)}
     try:
-        for overload, _ in before:
+        for overload in before:
             overload.py_kernels.clear()
             overload._dispatch_cache.clear()
         for packet in packets:
             if "vec" in packet.overloads():
                 key = torch._C.DispatchKey.CompositeImplicitAutograd
                 packet.vec.py_kernels[key] = functools.partial(_upsampled, packet)
+        for key, decomposed in before[dropout].items():
+            dropout.py_kernels[key] = functools.partial(_dropped, decomposed)
         yield
     finally:
-        for overload, kernels in before:
+        for overload, kernels in before.items():
             overload.py_kernels.clear()
             overload.py_kernels.update(kernels)
             overload._dispatch_cache.clear()
@@ -218,6 +221,13 @@ _DECOMPOSED_IN_FRONT = (
     "hardshrink",
     "softshrink",
 )
+
+
+def _dropped(decomposed: Any, input: torch.Tensor, p: float, train: bool) -> Any:
+    """``dropout``, with p=1 as eager runs it (ATen/native/Dropout.cpp, ``_dropout_impl``)."""
+    if train and p == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    return decomposed(input, p, train)
 
 
 def _upsampled(packet: Any, image: torch.Tensor, size: Any, *rest: Any) -> Any:
@@ -250,6 +260,16 @@ def _linalg_checks_as_operators() -> Iterator[None]:
         holder.register(before)
 
 
+def _drawn_between(like: torch.Tensor, first: int, end: int | None, **options: Any) -> Any:
+    """``random_(first, end)``, by the operator that runs the same kernel: torch.fx writes code for
+    this one that is none, as the name of the overload, ``from``, is a keyword of Python.
+    """
+    if end is None:
+        return NotImplemented
+    return torch.ops.aten.randint_like.low_dtype(like, first, end)
+
+
+_DECOMPOSED = {getattr(torch.ops.aten.random, "from"): _drawn_between}
 _AS_ON_CPU = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
 
 
