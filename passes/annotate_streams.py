@@ -12,7 +12,7 @@ from fxshard.ir import ops, tags
 from fxshard.ir.outline import COMPUTE, belongs_to
 from fxshard.ir.program import Fact, Program
 from fxshard.verify import orders
-from fxshard.verify.orders import ENTRY, Need, Step
+from fxshard.verify.orders import ENTRY, Need, OrderStep
 from fxshard.verify.streams import Clock, join
 
 
@@ -74,7 +74,7 @@ class Wait:
     needed_at: int = 0
 
 
-def order_compute(steps: list[Step]) -> dict[fx.Node, fx.Node]:
+def order_compute(steps: list[OrderStep]) -> dict[fx.Node, fx.Node]:
     """The wait nodes that the compute stream needs, with their launches.
 
     A wait is taken when a later step needs it. It is dropped if a wait between the two is taken
@@ -117,7 +117,7 @@ def order_compute(steps: list[Step]) -> dict[fx.Node, fx.Node]:
     return {wait.node: wait.launch for wait in taken}
 
 
-def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
+def order_launches(steps: list[OrderStep], waits: dict[fx.Node, fx.Node]) -> None:
     """Tag every node with the events that it waits for and records."""
     ends = ends_of_runs(steps)
     entered: dict[int, tags.Phase] = {}  # position on the compute stream -> phase that begins
@@ -169,7 +169,7 @@ def order_launches(steps: list[Step], waits: dict[fx.Node, fx.Node]) -> None:
             tags.update(step.node, waits=tuple(waited))
 
 
-def ends_of_runs(steps: list[Step]) -> dict[int, int]:
+def ends_of_runs(steps: list[OrderStep]) -> dict[int, int]:
     """Per position on the compute stream, that of the last operator of its compute region."""
     run: list[int] = []
     before: Any = None

@@ -25,7 +25,7 @@ PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # -> place of the rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SequenceCollective:
     """A collective whose tensor is cut along the sequence, with the products beside it.
 
     Attributes:
@@ -95,10 +95,10 @@ class AsyncTensorParallel:
             count = best(found, hardware, self.parts)
             if count > 1:
                 rewrite = gather_in_parts if found.call.target is GATHER else scatter_in_parts
-                rewrite(_Writer(program, found.call), found, count)
+                rewrite(_CutWriter(program, found.call), found, count)
 
 
-def gathered(call: fx.Node) -> Found | None:
+def gathered(call: fx.Node) -> SequenceCollective | None:
     """``products(view(cat(split(wait(call)), 1)))``; `call` gathers ``[batch, part, width]``."""
     wait = _only(call.users) if call.target is GATHER else None
     split = _only(wait.users) if wait is not None and wait.target is WAIT else None
@@ -115,10 +115,10 @@ def gathered(call: fx.Node) -> Found | None:
         return None
     readers = [(n, view) for view in full.users if _is_flat(view, full) for n in view.users]
     own = [n for n, view in readers if _multiplies(n, view) and _beside(n, full)]
-    return Found(call, cast("fx.Node", wait), full, tuple(own)) if own else None
+    return SequenceCollective(call, cast("fx.Node", wait), full, tuple(own)) if own else None
 
 
-def scattered(call: fx.Node) -> Found | None:
+def scattered(call: fx.Node) -> SequenceCollective | None:
     """``wait(call(cat(split(view(product), part, 1))))``."""
     wait = _only(call.users) if call.target is SCATTER else None
     joined = tags.source(call) if wait is not None and wait.target is WAIT else None
@@ -145,7 +145,7 @@ def scattered(call: fx.Node) -> Found | None:
     flat = tuple(product.meta["val"].shape) == (val.shape[0] * val.shape[1], val.shape[2])
     if not private or not flat or not _beside(product, call) or len(joined.users) != 1:
         return None
-    return Found(call, cast("fx.Node", wait), full, (product,))
+    return SequenceCollective(call, cast("fx.Node", wait), full, (product,))
 
 
 def _only(nodes: Any) -> fx.Node | None:
@@ -177,7 +177,7 @@ def _beside(product: fx.Node, other: fx.Node) -> bool:
     return (mine.phase, mine.unit) == (its.phase, its.unit) and mine.role == "compute"
 
 
-def best(found: Found, hardware: Hardware, most: int) -> int:
+def best(found: SequenceCollective, hardware: Hardware, most: int) -> int:
     """Into how many parts a collective and its products are cut to take the least time.
 
     Of what is sent, exposed is what neither products of other parts nor other operators hide.
@@ -205,7 +205,7 @@ def best(found: Found, hardware: Hardware, most: int) -> int:
     return min(seconds, key=seconds.__getitem__)
 
 
-def meanwhile(found: Found) -> list[fx.Node]:
+def meanwhile(found: SequenceCollective) -> list[fx.Node]:
     """What launch-collectives may let run between launch and wait of a collective, uncut.
 
     That are neighbours, up to the next row, which neither lead to the one nor follow the other.
@@ -230,7 +230,7 @@ def _bytes(node: fx.Node) -> int:
     return int(val.numel() * val.element_size())
 
 
-class _Writer:
+class _CutWriter:
     """Appends operators with the tag of another, and their fake values."""
 
     def __init__(self, program: Program, like: fx.Node) -> None:
@@ -277,7 +277,7 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(each)
 
 
-def gather_in_parts(write: _Writer, found: Found, count: int) -> None:
+def gather_in_parts(write: _CutWriter, found: SequenceCollective, count: int) -> None:
     """Gather part by part, and multiply each."""
     graph, call, full = write.program.graph, found.call, found.full
     sent, shape = tags.source(call), full.meta["val"].shape
@@ -307,7 +307,7 @@ def gather_in_parts(write: _Writer, found: Found, count: int) -> None:
             write.replace(product, [write.product(product, part) for part in rows])
 
 
-def scatter_in_parts(write: _Writer, found: Found, count: int) -> None:
+def scatter_in_parts(write: _CutWriter, found: SequenceCollective, count: int) -> None:
     """Multiply part by part, and reduce each."""
     graph, call = write.program.graph, found.call
     (product,) = found.products

@@ -40,11 +40,11 @@ from fxshard.ir.rows import (
     NLL,
     PRODUCTS,
     ROWS,
+    ChunkRows,
     Flat,
-    Form,
     NotByRowsError,
-    Region,
-    Row,
+    RowForm,
+    RowRegion,
     erase_unread,
     is_weight,
     outside,
@@ -160,14 +160,14 @@ def chunk_rows(asked: int | bool, count: int, width: int, vocabulary: int) -> in
 # -- what is found -------------------------------------------------------------------------------
 
 
-def found_region(program: Program, logits: fx.Node) -> Region:
+def found_region(program: Program, logits: fx.Node) -> RowRegion:
     """All that is computed by rows from `logits`, and what of backward is computed from that.
 
     Raises:
         NotByRowsError: something else reads a value that has the logits' rows.
     """
     count = logits.meta["val"].shape[0]
-    region = Region(count, {(count,)})
+    region = RowRegion(count, {(count,)})
     region.add(logits)
     for node in program.graph.nodes:
         if node.op != "call_function" or not region.reads(node):
@@ -239,7 +239,7 @@ def _without_loss(program: Program) -> str:
 class _Sweep:
     """Writes the chunks of a region into forward, and what is left of its backward."""
 
-    def __init__(self, program: Program, logits: fx.Node, region: Region) -> None:
+    def __init__(self, program: Program, logits: fx.Node, region: RowRegion) -> None:
         """See that it can be written; nothing is changed yet.
 
         Raises:
@@ -338,7 +338,7 @@ class _Sweep:
             made = self.emit(tangent, aten._to_copy.default, (made,), "counted", dtype)
         return made
 
-    def rows_of(self, row: Row) -> fx.Node:
+    def rows_of(self, row: ChunkRows) -> fx.Node:
         """A value with its rows in front."""
         if row.dims == 1:
             return row.node
@@ -525,7 +525,7 @@ class _Chunk:
                 made = emit(node, operator.getitem, (made, 0), name)
             sums[node] = self._added(node, made, sums.get(node))
 
-    def _adds(self, form: Form, node: fx.Node, sums: dict[fx.Node, fx.Node]) -> bool:
+    def _adds(self, form: RowForm, node: fx.Node, sums: dict[fx.Node, fx.Node]) -> bool:
         """True if a product adds to the sum by itself: in one dtype."""
         return form.target is aten.mm.default and node in sums and not is_low(node)
 
@@ -539,7 +539,7 @@ class _Chunk:
         return part
 
     def _taken(self, value: Any) -> Any:
-        """An argument of a `Form`, in this chunk."""
+        """An argument of a `RowForm`, in this chunk."""
         if isinstance(value, fx.Node):
             return self.made[value] if value in self.made else self.sweep.outer(value)
         if isinstance(value, Flat):
@@ -548,9 +548,9 @@ class _Chunk:
             return self.stop - self.start
         if isinstance(value, (list, tuple)):
             return type(value)(self._taken(item) for item in value)
-        return self._rows(value) if isinstance(value, Row) else value
+        return self._rows(value) if isinstance(value, ChunkRows) else value
 
-    def _rows(self, row: Row) -> fx.Node:
+    def _rows(self, row: ChunkRows) -> fx.Node:
         if row not in self.cut:
             if row.transposed:
                 straight = self._rows(dataclasses.replace(row, transposed=False))

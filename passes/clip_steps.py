@@ -80,7 +80,7 @@ class ClipSteps:
                 tags.update(item, fqn=None)
             places |= {fqn: (item, i) for i, fqn in enumerate(fqns)}
         after = [steps[-1]]
-        write = _Writer(program, after)
+        write = _ClipWriter(program, after)
         every = write.joined(_runs([places[fqn] for fqn in _in_order(program, places)]))
         if grid.shards > 1:
             every = write.reduced(every, grid.shards, grid.group("shard"))
@@ -128,7 +128,7 @@ def _runs(places: Sequence[tuple[fx.Node, int]]) -> list[Run]:
     return found
 
 
-class _Writer:
+class _ClipWriter:
     """Appends operators of the root, after ``after[0]``, which it moves along."""
 
     def __init__(self, program: Program, after: list[fx.Node]) -> None:

@@ -126,7 +126,7 @@ PHASES: tuple[tags.Phase, ...] = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class UnshardSource:
     """Where an unshard takes a parameter from.
 
     Attributes:
@@ -140,9 +140,9 @@ class Source:
     group: str = "shard"
 
 
-def source(grid: Grid, node: fx.Node) -> Source:
+def source(grid: Grid, node: fx.Node) -> UnshardSource:
     """The shard `node` of a parameter that is on the mesh `grid`."""
-    return Source(node, grid.shards, grid.group("shard"))
+    return UnshardSource(node, grid.shards, grid.group("shard"))
 
 
 def lies_ready(program: Program, param: Param) -> bool:
@@ -245,7 +245,7 @@ def readers(placeholder: fx.Node, phase: tags.Phase) -> list[fx.Node]:
 def unshard(
     program: Program,
     params: list[Param],
-    sources: list[Source],
+    sources: list[UnshardSource],
     packed: frozenset[str],
     tag: tags.Meta,
 ) -> list[fx.Node]:
@@ -295,7 +295,7 @@ def args_in(nodes: list[fx.Node], size: int, group: str) -> tuple[Any, ...]:
 
 
 def taken(
-    program: Program, params: list[Param], sources: list[Source], tag: tags.Meta
+    program: Program, params: list[Param], sources: list[UnshardSource], tag: tags.Meta
 ) -> list[fx.Node]:
     """Append what takes the unsharded parameters, padded, that an earlier call has kept."""
     fqns = [param.fqn for param in params]
@@ -326,7 +326,7 @@ def unpack(
 
 
 def unshard_extended(
-    program: Program, params: list[Param], sources: list[Source], tag: tags.Meta
+    program: Program, params: list[Param], sources: list[UnshardSource], tag: tags.Meta
 ) -> tuple[list[dict[str, fx.Node]], int]:
     """Append what makes unsharded parameters of tensor subclasses, and the waits for it.
 
@@ -415,7 +415,7 @@ def replace(
 
 def reshard(
     program: Program, unit: Unit, params: list[Param], items: list[fx.Node], tag: tags.Meta
-) -> dict[str, Source]:
+) -> dict[str, UnshardSource]:
     """After the last reader in forward, keep this rank's rows in a smaller group."""
     size = int(unit.reshard)
     group = program.grid(params[0].fqn).group(f"reshard{size}")
@@ -439,4 +439,4 @@ def reshard(
         parts = transfers.insert_operator(
             program, ops.reshard, args, fqns, role, f"reshard_{tag.pair}"
         )
-    return {fqn: Source(part, size, group) for fqn, part in zip(fqns, parts, strict=True)}
+    return {fqn: UnshardSource(part, size, group) for fqn, part in zip(fqns, parts, strict=True)}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxshard._torch.traced_collectives import WAIT, Ranks, note_stands_for, ranks_of
+from fxshard._torch.traced_collectives import WAIT, CollectiveRanks, note_stands_for, ranks_of
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.outline import COMPUTE, belongs_to
 from fxshard.ir.program import Fact, Program
@@ -20,7 +20,7 @@ _functional = torch.ops._c10d_functional
 REDUCTIONS = ("sum", "avg", "max", "min")
 
 # Functional collective -> the operator that launches it, and its arguments after the ranks'.
-LAUNCHES: dict[Any, tuple[Any, Callable[[tuple[Any, ...], Ranks], tuple[Any, ...]]]] = {
+LAUNCHES: dict[Any, tuple[Any, Callable[[tuple[Any, ...], CollectiveRanks], tuple[Any, ...]]]] = {
     _functional.all_gather_into_tensor.default: (ops.model_all_gather, lambda args, ranks: ()),
     _functional.reduce_scatter_tensor.default: (
         ops.model_reduce_scatter,
@@ -213,7 +213,7 @@ def launch(program: Program, call: fx.Node, name: str, pair: int) -> None:
     (waited,) = call.users
     target, more = LAUNCHES[call.target]
     graph, sent, ranks = program.graph, tags.source(call), ranks_of(call)
-    assert isinstance(ranks, Ranks)
+    assert isinstance(ranks, CollectiveRanks)
     tag = tags.changed(tags.get(call), role="transfer", pair=pair)
     args = ([sent], ranks.size, name, ranks.process_group, *more(call.args, ranks), ranks.stride)
     with graph.inserting_before(call):

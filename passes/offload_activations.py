@@ -22,7 +22,7 @@ from fxshard.ir.program import Fact, Program
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedActivation:
     """A storage that forward makes and backward reads.
 
     Attributes:
@@ -46,7 +46,7 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class OffloadGroup:
     """What leaves together and comes back together.
 
     Attributes:
@@ -57,7 +57,7 @@ class Group:
 
     leaves: int
     returns: int
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedActivation, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,9 @@ class OffloadActivations:
             if not node.users and tags.aliases_input(node) and not tags.writes(node):
                 program.graph.erase_node(node)
 
-    def _chosen(self, found: list[Saved], forward: Runs, backward: Runs) -> list[Saved]:
+    def _chosen(
+        self, found: list[SavedActivation], forward: Runs, backward: Runs
+    ) -> list[SavedActivation]:
         if self.chosen is None:
             return [each for each in found if each.marked]
         if self.chosen is True:
@@ -140,7 +142,7 @@ class OffloadActivations:
         return [s for s in found if any(is_under(m, name) for m in s.modules for name in named)]
 
 
-def candidates(program: Program) -> list[Saved]:
+def candidates(program: Program) -> list[SavedActivation]:
     """The storages that may leave, in the order in which forward makes them."""
     later = {node: place for place, node in enumerate(program.phase("backward"))}
     readers: dict[int, list[fx.Node]] = {}
@@ -156,7 +158,7 @@ def candidates(program: Program) -> list[Saved]:
             modules = frozenset(tags.get(user).module for user in users)
             marked = any(tags.get(node).offload for node in moved.inside)
             places = moved.last, later[readers[storage][0]]
-            found.append(Saved(moved.base, aliases, size, *places, modules, marked))
+            found.append(SavedActivation(moved.base, aliases, size, *places, modules, marked))
     return found
 
 
@@ -170,19 +172,19 @@ def aliases_of(
     return found if len(found) == len(chains) else None
 
 
-def grouped(chosen: Iterable[Saved], forward: Runs, backward: Runs) -> list[Group]:
+def grouped(chosen: Iterable[SavedActivation], forward: Runs, backward: Runs) -> list[OffloadGroup]:
     """Storages by the runs after and before which they move, in the order in which they leave."""
-    found: dict[tuple[int, int], list[Saved]] = {}
+    found: dict[tuple[int, int], list[SavedActivation]] = {}
     for each in chosen:
         key = forward.of(each.last), backward.of(each.first)
         if not leaving.stays(key, forward):
             found.setdefault(key, []).append(each)
-    return [Group(*key, tuple(found[key])) for key in sorted(found)]
+    return [OffloadGroup(*key, tuple(found[key])) for key in sorted(found)]
 
 
 def while_it_computes(
-    found: list[Saved], forward: Runs, backward: Runs, hardware: Hardware, ahead: int
-) -> Iterator[Saved]:
+    found: list[SavedActivation], forward: Runs, backward: Runs, hardware: Hardware, ahead: int
+) -> Iterator[SavedActivation]:
     """Those for whose copies neither phase has to wait, by the estimated times: the largest."""
     groups = grouped((s for s in found if s.bytes >= LEAST_BYTES), forward, backward)
     ways = [(group.leaves, group.returns) for group in groups]
@@ -196,7 +198,7 @@ def while_it_computes(
 
 
 def leave(
-    program: Program, groups: list[Group], forward: Runs, pair: Iterator[int]
+    program: Program, groups: list[OffloadGroup], forward: Runs, pair: Iterator[int]
 ) -> list[list[fx.Node]]:
     """Insert the copies to the CPU, and the waits for them; returns the copies of each group."""
     found: list[list[fx.Node]] = []
@@ -223,19 +225,19 @@ def leave(
 
 def come_back(
     program: Program,
-    groups: list[Group],
+    groups: list[OffloadGroup],
     on_cpu: list[list[fx.Node]],
     backward: Runs,
     ahead: int,
     pair: Iterator[int],
 ) -> None:
     """Insert the copies from the CPU, the waits for them, and the views of them."""
-    by_run: dict[int, list[tuple[Group, list[fx.Node]]]] = {}
+    by_run: dict[int, list[tuple[OffloadGroup, list[fx.Node]]]] = {}
     for group, copies in zip(groups, on_cpu, strict=True):
         by_run.setdefault(group.returns, []).append((group, copies))
     runs = sorted(by_run)
     before = [backward.nodes[backward.starts[run]] for run in runs]
-    back: list[tuple[Saved, fx.Node]] = []
+    back: list[tuple[SavedActivation, fx.Node]] = []
     launched: dict[int, list[tuple[list[fx.Node], tags.Meta]]] = {}
 
     def launch(at: int, end: Inserter) -> None:
@@ -330,7 +332,7 @@ def fixed_layout(node: fx.Node) -> Any:
     return ((size, stride),)
 
 
-def replace(program: Program, saved: Saved, item: fx.Node, backward: Runs) -> None:
+def replace(program: Program, saved: SavedActivation, item: fx.Node, backward: Runs) -> None:
     """Let backward read `item` in the place of a storage, through the same views.
 
     Each run takes views of its own, so that none is handed from region to region. Those of a

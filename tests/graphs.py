@@ -440,7 +440,7 @@ def with_groups(text: str, names: dict[str, str], **settings: Any) -> Program:
     fakes.correct(program)
     for node in filter(traced_collectives.is_collective, program.graph.nodes):
         name = str(node.args[-1])
-        traced_collectives.note(node, traced_collectives.Ranks(name, names[name], 2))
+        traced_collectives.note(node, traced_collectives.CollectiveRanks(name, names[name], 2))
     return configured(program, **settings)
 
 

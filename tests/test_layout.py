@@ -1,4 +1,8 @@
-"""No circles between files, few beside the rooms, docs/layout.md names each, long tests say why."""
+"""How the files of fxshard lie, and what their classes are called.
+
+No circles between files, few beside the rooms, docs/layout.md names each, long tests say why, and a
+class name has one meaning.
+"""
 
 import ast
 import re
@@ -123,3 +127,25 @@ def test_long_files_of_tests_say_why() -> None:
     long = {name: text for name, text in files.items() if len(text.splitlines()) > MOST_LINES}
     docs = {name: ast.get_docstring(ast.parse(text)) or "" for name, text in long.items()}
     assert [name for name, doc in sorted(docs.items()) if "One file because " not in doc] == []
+
+
+def classes(files: dict[str, str]) -> dict[str, list[str]]:
+    """Where each class is defined, by its name without a leading underscore; nested ones too."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file, text in sorted(files.items()):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.removeprefix("_")].append(f"{file}:{node.lineno}")
+    return found
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """A class that imitates one of torch (`dryrun.streams.Event`) has torch's name for itself."""
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in modules().values()}
+    found = classes(files)
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_two_classes_of_one_name_are_found() -> None:
+    files = {"a.py": "class Row: ...", "b.py": "def f():\n    class _Row: ...\nclass Rows: ..."}
+    assert classes(files) == {"Row": ["a.py:1", "b.py:2"], "Rows": ["b.py:3"]}

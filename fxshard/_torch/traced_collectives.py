@@ -252,7 +252,7 @@ def traced(refuse: Callable[[str], Exception]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranks:
+class CollectiveRanks:
     """Who takes part in a functional collective.
 
     Attributes:
@@ -273,7 +273,7 @@ class Ranks:
     number: int = 0
 
     @classmethod
-    def of(cls, process_group: str) -> Ranks:
+    def of(cls, process_group: str) -> CollectiveRanks:
         """Those that torch calls `process_group`, which is there."""
         torchs = typing.cast("Any", dist.distributed_c10d)
         group = torchs._resolve_process_group(process_group)
@@ -301,11 +301,11 @@ def note_ranks(node: fx.Node) -> None:
     """Note which ranks take part in a functional collective, while its group is there."""
     name = node.args[-1]
     if isinstance(name, str):
-        note(node, Ranks.of(name))
+        note(node, CollectiveRanks.of(name))
         note_call(node)
 
 
-def note(node: fx.Node, ranks: Ranks) -> None:
+def note(node: fx.Node, ranks: CollectiveRanks) -> None:
     """Note that they take part in a functional collective."""
     node.meta[_RANKS] = ranks
 
@@ -361,9 +361,9 @@ def repeated(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
     return [(node, original) for node, original in both if original is not None]
 
 
-def ranks_of(node: fx.Node) -> Ranks | None:
+def ranks_of(node: fx.Node) -> CollectiveRanks | None:
     """Who takes part in a functional collective; None if nobody has noted it."""
-    found: Ranks | None = node.meta.get(_RANKS)
+    found: CollectiveRanks | None = node.meta.get(_RANKS)
     return found
 
 

@@ -25,7 +25,7 @@ from fxshard.hardware import hardware_of
 from fxshard.host.progress import task
 from fxshard.pipeline import Observer
 from fxshard.planner.budget import planned
-from fxshard.planner.on_mesh import OnMesh, there
+from fxshard.planner.on_mesh import ModelOnMesh, there
 from fxshard.planner.result import Together, Tuning
 from fxshard.planner.shapes import ranks_together, tuned_over_shapes
 from fxshard.planner.tune import PLANS, tuned
@@ -185,7 +185,7 @@ def tune(
     limit = chosen.memory_bytes if budget is None else parse_budget(budget)
     module, call = plain_module(model), example(args, kwargs)
 
-    def step(placed: OnMesh) -> Workload:
+    def step(placed: ModelOnMesh) -> Workload:
         return Workload(
             *(placed.module, call, placed.world_size, placed.config, micro_batches, no_sync),
             *(loss, keep_outputs),

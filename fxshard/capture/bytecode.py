@@ -27,7 +27,7 @@ Source = tuple[Literal["state", "input", "computed", "constant"], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
+class BytecodeGraph:
     """Dynamo's graph of one call, and how it takes the place of the model.
 
     Attributes:
@@ -52,7 +52,7 @@ class Graph:
         state = _state(model)
         held: dict[str, Any] = {"state": state, "input": leaves}
         given = [held[kind][which] if kind in held else which for kind, which in self.sources]
-        held["computed"] = computed = _Interpreter(self.module).run(*given)
+        held["computed"] = computed = _CheckpointInterpreter(self.module).run(*given)
         for name, number in self.replaced.items():
             path, _, key = name.rpartition(".")
             model.get_submodule(path)._buffers[key] = computed[number]
@@ -60,7 +60,7 @@ class Graph:
         return trees.tree_unflatten(out, self.out_spec)
 
 
-class _Interpreter(fx.Interpreter):
+class _CheckpointInterpreter(fx.Interpreter):
     """Runs Dynamo's graph; the user's checkpoints in it for `checkpointing.checkpoints_inline` to
     see.
     """
@@ -69,7 +69,7 @@ class _Interpreter(fx.Interpreter):
         if n.target is checkpointing.checkpoint_operator():
             (body, *given), _ = self.fetch_args_kwargs_from_env(n)
             context = checkpointing.checkpoint_context(body)
-            run = _Interpreter(body).run
+            run = _CheckpointInterpreter(body).run
             return checkpoint(run, *given, use_reentrant=False, context_fn=context)
         marked = torch_graphs.current_meta().get("custom")  # what the node says replaces it
         if marked:
@@ -84,7 +84,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 def read(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
-) -> Graph:
+) -> BytecodeGraph:
     """Dynamo's graph of ``model(*args, **kwargs)``, whose tensors are fakes of `mode`.
 
     Raises:
@@ -141,7 +141,7 @@ def read(
         path, _, key = name.rpartition(".")
         model.get_submodule(path)._buffers[key] = buffers[name]
     sources = tuple(where.get(id(value), ("constant", value)) for value in given)
-    return Graph(module, sources, tuple(outputs), out_spec, replaced, calls)
+    return BytecodeGraph(module, sources, tuple(outputs), out_spec, replaced, calls)
 
 
 def _draws_by_numpy(ran: Sequence[tuple[fx.GraphModule, Any, Any]]) -> bool:

@@ -182,7 +182,7 @@ class FlatCall(nn.Module):
         self.emulates_cuda: bool = request.emulates_cuda
         self.autocast = _autocast(request.computes_on.type, request.emulates_cuda)
         self.alike: Alike | None = None
-        self.graph: bytecode.Graph | None = None
+        self.graph: bytecode.BytecodeGraph | None = None
         self._names: dict[int, list[tuple[dict[str, Any], str]]] = {}  # of each of its tensors
         self._own: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
         for slots, key, tensor in modules.slots(request.model):

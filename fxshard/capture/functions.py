@@ -60,7 +60,7 @@ def _key(value: Any, inside: dict[int, int]) -> Hashable:
             bound = (*_keys(value.args, inside), *_named(value.keywords, inside))
             return functools.partial, _key(value.func, inside), bound
         case _ if _is_settled(value):
-            return "torch's", _Same(value)
+            return "torch's", _IdentityKey(value)
         case types.FunctionType() if id(value) in inside:
             return "again", inside[id(value)]
         case types.FunctionType() if not vars(value):
@@ -125,14 +125,14 @@ def _is_settled(value: Any) -> bool:
     return home.partition(".")[0] in _SETTLED and found is value
 
 
-class _Same:
+class _IdentityKey:
     """Equal to the same object alone. The key keeps it alive: no other gets its id."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _IdentityKey) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)

@@ -1,7 +1,7 @@
 """What the modules of a model hold in plain attributes, and what its code holds: one walk of it.
 
-A capture runs forward several times, with fewer blocks too. A `Snapshot` puts back what those runs
-change; a copy of a model takes tensors along that torch copies none of.
+A capture runs forward several times, with fewer blocks too. A `ModelSnapshot` puts back what those
+runs change; a copy of a model takes tensors along that torch copies none of.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-class Snapshot:
+class ModelSnapshot:
     """What a model holds, to be compared and put back.
 
     What its modules hold is put back, all of it. Of what its code holds (classes, closures and

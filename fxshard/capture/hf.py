@@ -187,14 +187,14 @@ def _one_way_to_experts() -> Iterator[None]:
         kind.__call__ = original
 
 
-class _Forwards:
+class _ForwardCount:
     """How many forwards of models that `fxshard.shard` sharded run now, or are traced by Dynamo."""
 
     def __init__(self) -> None:
         self.inside = 0
 
 
-FORWARDS = _Forwards()
+FORWARDS = _ForwardCount()
 
 
 def keep_eager_branch_in_dynamo() -> None:

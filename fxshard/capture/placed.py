@@ -39,14 +39,14 @@ class Around:
         before = [module.__dict__["_parameters"] for module, _ in self._places]
         try:
             for module, placed in self._places:
-                module.__dict__["_parameters"] = _Held(module._parameters, placed, made)
+                module.__dict__["_parameters"] = _HeldParameters(module._parameters, placed, made)
             yield
         finally:
             for (module, _), parameters in zip(self._places, before, strict=True):
                 module.__dict__["_parameters"] = parameters
 
 
-class _Held(dict[str, Any]):
+class _HeldParameters(dict[str, Any]):
     """What stands for the ``_parameters`` of a module."""
 
     def __init__(

@@ -99,18 +99,18 @@ def _frozen(value: Any) -> Any:
         return type(value), value
     if isinstance(value, (dict, list, tuple, set, frozenset, deque, np.ndarray)):
         inside = not isinstance(value, np.memmap) or value.flags.writeable
-        return type(value) if inside else _Same(value)
+        return type(value) if inside else _SameObject(value)
     means = meaning(value)
-    return _Same(value) if means is None else means
+    return _SameObject(value) if means is None else means
 
 
-class _Same:
+class _SameObject:
     """Equal to one object alone, and to nothing that looks like it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _SameObject) and self.value is other.value
 
     __hash__ = None  # type: ignore[assignment]

@@ -46,7 +46,7 @@ from fxshard.capture.alike import Alike
 from fxshard.capture.call import FlatCall, Request, refuse_opaque
 from fxshard.capture.cuda import operators as cuda_operators
 from fxshard.capture.data_sizes import Told
-from fxshard.capture.held import Snapshot
+from fxshard.capture.held import ModelSnapshot
 from fxshard.capture.normalize import fake_like, normalize
 from fxshard.capture.repeat import find, ghosts, prove, rehearse, write
 from fxshard.capture.repeat.places import Formless, Runs, Unproven, Wider
@@ -152,7 +152,7 @@ def capture(
         ):
             shapes.require_plain(request.leaves, request.names.__getitem__)
             refuse_opaque(request.names, request.leaves, "argument")
-            before = Snapshot(model)
+            before = ModelSnapshot(model)
             makes_dtensors = bool(request.placed) or context_parallel.state() is not None
             if makes_dtensors and request.symbols:
                 raise CaptureError(
@@ -185,7 +185,7 @@ def _is_worth(way: str, failures: dict[str, CaptureError], symbols: Symbols) -> 
     return not symbols and (way != OPEN or refusals.asks_for_values(failures[DIRECT]))
 
 
-def _captured(request: Request, before: Snapshot, way: str) -> Program:
+def _captured(request: Request, before: ModelSnapshot, way: str) -> Program:
     """`capture`, one way."""
     mode = _mode(request)
     found = _of_blocks(request, before, mode) if way == DIRECT else None
@@ -229,7 +229,7 @@ def _captured(request: Request, before: Snapshot, way: str) -> Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _TracedCall:
     """A call that has been traced.
 
     Attributes:
@@ -241,21 +241,21 @@ class _Found:
     """
 
     call: FlatCall
-    traced: write.Traced
+    traced: write.JointGraph
     owner: fx.GraphModule
     calls: Sequence[calls.Call]
     domain: Domain | None
 
 
-def _of_all(setup: _Setup, mode: KernelFakeMode) -> _Found:
+def _of_all(setup: _Setup, mode: KernelFakeMode) -> _TracedCall:
     """All of the model, traced. The values of the graph become those of `mode`."""
     traced, owner, calls = _traced(setup)
     domain = setup.concretize(owner.graph, mode)
     graph = setup.call.graph
-    return _Found(setup.call, traced, owner, calls if graph is None else graph.calls, domain)
+    return _TracedCall(setup.call, traced, owner, calls if graph is None else graph.calls, domain)
 
 
-def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Found | None:
+def _of_blocks(request: Request, before: ModelSnapshot, mode: KernelFakeMode) -> _TracedCall | None:
     """The same from a trace of fewer blocks, where that is proven; else None, and a line says why.
 
     An error of the model is left to `_of_all`, which explains it.
@@ -298,7 +298,7 @@ def _of_blocks(request: Request, before: Snapshot, mode: KernelFakeMode) -> _Fou
     return None
 
 
-def _stamped(setup: _Setup, mode: KernelFakeMode, repeats: prove.Repeats) -> _Found:
+def _stamped(setup: _Setup, mode: KernelFakeMode, repeats: prove.Repeats) -> _TracedCall:
     """What is left of the model, traced; the blocks left out, stamped."""
     call = setup.call
     with graphs.nodes_made() as made:
@@ -306,7 +306,7 @@ def _stamped(setup: _Setup, mode: KernelFakeMode, repeats: prove.Repeats) -> _Fo
     noted = write.note(owner.graph, made, calls, repeats.runs)
     domain = setup.concretize(owner.graph, mode)
     traced = write.written(traced, noted, repeats, mode, call.grad)
-    return _Found(call, traced, owner, repeats.full.calls, domain)
+    return _TracedCall(call, traced, owner, repeats.full.calls, domain)
 
 
 def _rehearsed(setup: Callable[[], _Setup], table: ghosts.Table, runs: Runs) -> rehearse.Rehearsal:
@@ -323,7 +323,7 @@ def _rehearsal(setup: _Setup, runs: Runs) -> rehearse.Rehearsal:
         leaves = rehearse.leaves_of(call.model, runs)
         if table is not None:
             fakes = tuple(map(ghosts.ghost_like, fakes))
-        recorder = rehearse.Recorder(leaves, table)
+        recorder = rehearse.RehearsalRecorder(leaves, table)
         recorder.given(fakes)
         mode = contextlib.nullcontext() if table is not None else setup.mode
         # As in a trace, with open sizes: C++ kernels would take some of them as numbers.
@@ -344,7 +344,7 @@ def _rehearsal(setup: _Setup, runs: Runs) -> rehearse.Rehearsal:
 
 def _traced(
     setup: _Setup, runs: Runs = ()
-) -> tuple[write.Traced, fx.GraphModule, list[calls.Call]]:
+) -> tuple[write.JointGraph, fx.GraphModule, list[calls.Call]]:
     """The model without the blocks that `runs` leave out, traced.
 
     Returns:
@@ -356,7 +356,7 @@ def _traced(
         with refusals.explained(call), _around(call):
             owner, *ends = export.export_joint(call, setup.fakes, call.emulates_cuda)
         call.alike.require(operators=setup.sizes is None or bool(runs))
-    return write.Traced(owner.graph, *ends), owner, calls
+    return write.JointGraph(owner.graph, *ends), owner, calls
 
 
 @contextlib.contextmanager
@@ -389,7 +389,7 @@ def _mode(request: Request, shape_env: Any = None) -> KernelFakeMode:
 
 def _setup(
     request: Request,
-    before: Snapshot,
+    before: ModelSnapshot,
     way: str,
     mode: KernelFakeMode | None = None,
     sizes: shapes.Trace | None = None,
@@ -433,7 +433,7 @@ class _Setup:
     fakes: tuple[torch.Tensor, ...]
     mode: KernelFakeMode
     sizes: shapes.Trace | None
-    before: Snapshot
+    before: ModelSnapshot
     way: str
     ghosts: ghosts.Table | None = None
 
@@ -530,7 +530,7 @@ class _Setup:
         return None if self.sizes is None else shapes.concretize(graph, self.sizes, mode)
 
 
-def _warn_of_changes(before: Snapshot) -> None:
+def _warn_of_changes(before: ModelSnapshot) -> None:
     """Warn of what forward has changed in its modules, and of tensors that their code keeps."""
     for module, name in before.assigned():
         log.warning(

@@ -433,7 +433,7 @@ def _environment() -> Place:
     return Place((*before, *before.values()), lambda: now == before)
 
 
-class _Code(NamedTuple):
+class _NamesRead(NamedTuple):
     """Attributes:
     names: the globals that it reads, with the functions inside of it.
     attributes: the names of attributes that it reads, of whatever.
@@ -444,7 +444,7 @@ class _Code(NamedTuple):
 
 
 @functools.cache
-def _read(code: types.CodeType) -> _Code:
+def _read(code: types.CodeType) -> _NamesRead:
     instructions = [*dis.get_instructions(code)]
     names = {str(each.argval) for each in instructions if each.opname in _GLOBAL}
     attributes = {str(each.argval) for each in instructions if each.opname in _ATTRIBUTE}
@@ -457,7 +457,7 @@ def _read(code: types.CodeType) -> _Code:
             inside = _read(each)
             names |= inside.names
             attributes |= inside.attributes
-    return _Code(frozenset(names), frozenset(attributes))
+    return _NamesRead(frozenset(names), frozenset(attributes))
 
 
 def _contents(cell: types.CellType) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fxshard
 from fxshard.bytesize import SIZES, parse_budget, parse_bytes, size_text
-from fxshard.cli.model_source import OPTIMIZERS, Source, imported, load
+from fxshard.cli.model_source import OPTIMIZERS, ModelSource, imported, load
 from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, FxshardError, UnitError
 from fxshard.host import files
@@ -74,7 +74,7 @@ class Job:
     """
 
     name: str
-    source: Source
+    source: ModelSource
     step: dict[str, Any]
     budget: int | None
     share: float
@@ -334,7 +334,7 @@ def _job(told: dict[str, Any], where: str) -> Job:
             raise ConfigError(
                 f"{where}: {key}={told[key]!r}: expected a whole number of at least 1."
             )
-    source = Source(
+    source = ModelSource(
         model=told.get("model"),
         hf_config=told.get("hf_config"),
         batch=told.get("batch"),

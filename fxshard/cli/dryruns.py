@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import fxshard
 from fxshard.bytesize import parse_budget, size_text
 from fxshard.cli.model_source import (
-    Source,
+    ModelSource,
     add_arguments,
     load,
     options,
@@ -36,7 +36,7 @@ def fsdp2(args: argparse.Namespace) -> int:
         raise ConfigError("--backend with fsdp2: use --compile, torch.compile of each unit.")
     if not isinstance(args.world_size, int):
         raise ConfigError("--world-size: fsdp2 shards over all ranks; give their number.")
-    model, inputs, kwargs = load(Source.of(args), "meta")
+    model, inputs, kwargs = load(ModelSource.of(args), "meta")
     with task("running dry"):
         found = fxshard.fsdp2_memory(
             *(model, inputs, kwargs),

@@ -10,7 +10,7 @@ from typing import Any
 
 from fxshard.bytesize import parse_budget, size_text
 from fxshard.cli.model_source import (
-    Source,
+    ModelSource,
     add_arguments,
     load,
     named_dimensions,
@@ -113,7 +113,7 @@ def solve(args: argparse.Namespace) -> int:
     """``fxshard solve``."""
     fixed, dynamic = once(args.at, "--at"), once(args.dynamic, "--dynamic")
     with task("planning"):
-        call = load(Source.of(args), "meta")
+        call = load(ModelSource.of(args), "meta")
         plan = planned_call(call, args, dynamic=dynamic or open_sizes(*call))
         found = plan.solve(args.what, args.budget, multiple_of=args.multiple_of, **fixed)
     print(found)

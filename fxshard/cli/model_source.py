@@ -82,7 +82,7 @@ Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a model, and the cal
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model and the size of its batch: what `load` reads, by whoever it is named.
 
     Attributes:
@@ -104,7 +104,7 @@ class Source:
     default_sizes: tuple[int, int] = (1, 128)
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Source:
+    def of(cls, args: argparse.Namespace) -> ModelSource:
         """The one that the arguments of `add_arguments` name."""
         return cls(
             args.model,
@@ -229,7 +229,7 @@ def _activations(told: list[Any] | None) -> Any:
     return told[0] if told[0] is True or is_size(told[0]) else told
 
 
-def load(source: Source, device: str) -> Call:
+def load(source: ModelSource, device: str) -> Call:
     """The model that is named, and its batch; `device` is where one of transformers is built."""
     torch.manual_seed(0)
     if source.hf_config is not None:
@@ -264,7 +264,9 @@ def load(source: Source, device: str) -> Call:
     )
 
 
-def refuse_beside(args: argparse.Namespace | Source, what: str, why: str, *options: str) -> None:
+def refuse_beside(
+    args: argparse.Namespace | ModelSource, what: str, why: str, *options: str
+) -> None:
     """Refuse options that have no effect together with another one.
 
     Raises:
@@ -289,7 +291,7 @@ def called(spec: str, option: str) -> Any:
     return make()
 
 
-def _with_tokens(model: nn.Module, source: Source) -> Call:
+def _with_tokens(model: nn.Module, source: ModelSource) -> Call:
     """A call with token ids, int64 [batch, seq]; a transformers model gets them as labels too.
 
     They are below the size of the smallest embedding; 0 if there is none.

@@ -117,7 +117,7 @@ def _changes(texts: dict[str, tuple[str, str]], name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Written:
+class _WriteText:
     """A pass that changes nothing: it writes the program as text."""
 
     texts: list[str]
@@ -139,7 +139,7 @@ def _text(args: argparse.Namespace) -> str:
 
     def passes(default: list[pipeline.Pass]) -> list[pipeline.Pass]:
         at = [step.name for step in default].index(_named(args.text, default, "--text").name)
-        return [*default[:at], _Written(texts), *default[at:]]
+        return [*default[:at], _WriteText(texts), *default[at:]]
 
     with task("planning"):
         planned(args, passes=passes)

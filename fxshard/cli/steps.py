@@ -9,7 +9,7 @@ from typing import Any
 import fxshard
 from fxshard.cli.model_source import (
     Call,
-    Source,
+    ModelSource,
     load,
     options,
 )
@@ -20,7 +20,7 @@ from fxshard.plans.plan import Plan
 
 def planned(args: argparse.Namespace, **others: Any) -> Plan:
     """The plan of the model and the options that the command line gives; `others` besides."""
-    return planned_call(load(Source.of(args), "meta"), args, **others)
+    return planned_call(load(ModelSource.of(args), "meta"), args, **others)
 
 
 def planned_call(call: Call, args: argparse.Namespace, **others: Any) -> Plan:

@@ -7,7 +7,7 @@ import functools
 
 import fxshard
 from fxshard.cli.model_source import (
-    Source,
+    ModelSource,
     add_arguments,
     load,
     refuse_beside,
@@ -52,7 +52,7 @@ def tune(args: argparse.Namespace) -> int:
         refuse_beside(args, "--batches", "these are the batches that are tried", "--batch")
     refuse_beside(args, "tune", "give fxshard.tune(mesh='auto', parallelize=...)", "--mesh")
     found = fxshard.tune(
-        *load(Source.of(args), "meta"),
+        *load(ModelSource.of(args), "meta"),
         budget=args.budget,
         batches=args.batches,
         plans=args.plans,

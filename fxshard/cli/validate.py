@@ -12,7 +12,7 @@ from typing import Any
 import fxshard
 from fxshard.cli.model_source import (
     Call,
-    Source,
+    ModelSource,
     add_arguments,
     load,
     whole_number,
@@ -34,7 +34,7 @@ MOST_RANKS = 8  # that `validate` starts unasked
 
 def validate(args: argparse.Namespace) -> int:
     """``fxshard validate``."""
-    call = load(Source.of(args), "cpu")
+    call = load(ModelSource.of(args), "cpu")
     with task("validating"):
         result = _validated(call, args, {"steps": args.steps, **step_of(args)})
     numerics = result.numerics

@@ -90,7 +90,7 @@ class Exchange(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class MatrixPlace:
     """Whose rows a tensor without data stands for, while a step is recorded.
 
     Attributes:
@@ -103,12 +103,12 @@ class Place:
     exchange: Exchange
 
 
-def put_place(param: Tensor, place: Place) -> None:
+def put_place(param: Tensor, place: MatrixPlace) -> None:
     """Let `param` stand for rows of a parameter."""
     param._fxshard_rows = place  # type: ignore[attr-defined]
 
 
-def place_of(param: Tensor) -> Place | None:
+def place_of(param: Tensor) -> MatrixPlace | None:
     """What `put_place` has put."""
     return getattr(param, "_fxshard_rows", None)
 

@@ -47,7 +47,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 @dataclasses.dataclass
-class _Rows:
+class _LocalParameter:
     """What the class's own step sees of one parameter.
 
     Attributes:
@@ -73,7 +73,7 @@ class OnShards(Optimizer):
     """
 
     in_backward: bool
-    _rows: dict[Tensor, _Rows]
+    _rows: dict[Tensor, _LocalParameter]
     _positions: dict[Tensor, int]
     _members: list[list[int]]
     _runner: Optimizer
@@ -168,7 +168,7 @@ class OnShards(Optimizer):
             )
         return self._positions[param]
 
-    def _rows_of(self, param: Tensor) -> _Rows:
+    def _rows_of(self, param: Tensor) -> _LocalParameter:
         source = held_part(param)  # operators of a subclass are its own here too
         found = self._rows.get(param)
         if found is None or found.source is not source:
@@ -176,10 +176,10 @@ class OnShards(Optimizer):
                 self._runner.state.pop(found.leaf, None)
             leaf = source.detach().requires_grad_()
             leaf.grad_dtype = None  # as parameters that keep gradients in a low precision
-            found = self._rows[param] = _Rows(source, leaf, {})
+            found = self._rows[param] = _LocalParameter(source, leaf, {})
         return found
 
-    def _hand_down(self, param: Tensor, row: _Rows) -> None:
+    def _hand_down(self, param: Tensor, row: _LocalParameter) -> None:
         """Let the runner's state of a parameter be what the user's is now."""
         given, own = self.state.get(param), self._runner.state
         if not given:
@@ -195,7 +195,7 @@ class OnShards(Optimizer):
         for key in mine.keys() - given.keys():
             del mine[key], row.pairs[key]
 
-    def _hand_up(self, param: Tensor, row: _Rows) -> None:
+    def _hand_up(self, param: Tensor, row: _LocalParameter) -> None:
         """Show the user what the step has made."""
         mine = self._runner.state.get(row.leaf)
         for key, value in (mine or {}).items():

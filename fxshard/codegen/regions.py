@@ -33,7 +33,7 @@ from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.codegen import kernel_free
 from fxshard.host import files
 from fxshard.ir import domain, tags
-from fxshard.ir.compiled import Compiled, Step, stays_apart
+from fxshard.ir.compiled import Compiled, RegionStep, stays_apart
 
 FORMAT = 2  # of the files; another number leaves older ones alone
 aten: Any = torch.ops.aten
@@ -170,14 +170,14 @@ def generate(graph: fx.Graph, mode: FakeTensorMode) -> inductor.Generated:
 
 def lifetimes(
     graph: fx.Graph, code: inductor.Generated, mode: FakeTensorMode
-) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+) -> tuple[tuple[RegionStep, ...], tuple[int, ...]]:
     """Steps and results of `code`, by running its statements on fake tensors without kernels.
 
     Raises:
         ValueError: results share storages, or lie, otherwise than those of the region do.
         Exception: a statement cannot run on fake tensors.
     """
-    recorder = _Recorder()
+    recorder = _StorageRecorder()
     module = _points(ast.parse(code.source))
     namespace = _fake_namespace(module, code, recorder)
     outputs = _outputs(graph)
@@ -197,11 +197,11 @@ def lifetimes(
     return tuple(recorder.steps), numbers
 
 
-class _Recorder:
+class _StorageRecorder:
     """Sees storages made and dropped, step by step."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[RegionStep] = []
         self._numbers: dict[int, int] = {}
         self._references: list[Any] = []
         self._made: list[tuple[int, int]] = []
@@ -234,7 +234,7 @@ class _Recorder:
     def at(self) -> None:
         """The end of a step."""
         op = " ".join(dict.fromkeys(self._ops))
-        self.steps.append(Step(op, tuple(self._made), tuple(self._dropped)))
+        self.steps.append(RegionStep(op, tuple(self._made), tuple(self._dropped)))
         self._made, self._dropped, self._ops = [], [], []
 
     def number(self, tensor: Tensor) -> int:
@@ -242,17 +242,17 @@ class _Recorder:
         return self._numbers[id(tensor.untyped_storage())]
 
 
-class _Watched:
+class _RecordedOps:
     """Stands in for ``torch.ops``, ``aten``, ``extern_kernels``: calls are recorded.
 
     An operator that writes into ``out=`` is not run.
     """
 
-    def __init__(self, target: Any, recorder: _Recorder, name: str = "") -> None:
+    def __init__(self, target: Any, recorder: _StorageRecorder, name: str = "") -> None:
         self._target, self._recorder, self._name = target, recorder, name
 
-    def __getattr__(self, name: str) -> _Watched:
-        return _Watched(getattr(self._target, name), self._recorder, f"{self._name}.{name}")
+    def __getattr__(self, name: str) -> _RecordedOps:
+        return _RecordedOps(getattr(self._target, name), self._recorder, f"{self._name}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._recorder.ran(self._name.removeprefix(".").removesuffix(".default"))
@@ -262,7 +262,7 @@ class _Watched:
 
 
 def _fake_namespace(
-    module: ast.Module, code: inductor.Generated, recorder: _Recorder
+    module: ast.Module, code: inductor.Generated, recorder: _StorageRecorder
 ) -> dict[str, Any]:
     """What the statements of the module run in, with ``call`` in it."""
 
@@ -270,19 +270,19 @@ def _fake_namespace(
         made: Tensor = recorder.see(torch.empty_strided(size, stride, dtype=dtype, device=device))
         return made
 
-    operators = _Watched(torch.ops, recorder)
+    operators = _RecordedOps(torch.ops, recorder)
     names: dict[str, Any] = {
         "torch": kernel_free.Torch(ops=operators),
         "device": torch.device,
         "aten": operators.aten,
         "at": recorder.at,
-        "extern_kernels": _Watched(inductor.extern_kernels(), recorder),
+        "extern_kernels": _RecordedOps(inductor.extern_kernels(), recorder),
         **{name: torch.empty_like(value) for name, value in code.constants.items()},
     }
     return kernel_free.namespace(module, "<fxshard region>", empty, recorder.ran, names)
 
 
-def _fake_inputs(graph: fx.Graph, recorder: _Recorder) -> list[Tensor]:
+def _fake_inputs(graph: fx.Graph, recorder: _StorageRecorder) -> list[Tensor]:
     """Fake tensors that share storages as the placeholders do."""
     bases: dict[int, Tensor] = {}
     made = []

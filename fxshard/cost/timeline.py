@@ -36,7 +36,7 @@ EXCHANGE = "all-to-all"  # of the rows of matrices, to their owners and back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class TimelineRow:
     """One row of the schedule in time.
 
     Attributes:
@@ -88,11 +88,11 @@ class OptimizerState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class TimelinePhase:
     """The operators of one phase on the clock of the compute stream.
 
     Attributes:
-        name, micro_batch: see `Row`.
+        name, micro_batch: see `TimelineRow`.
         start: when it begins.
         operators: per point (`fxshard.ir.schedule.points`), the operator, if a region runs it; else
             "".
@@ -146,8 +146,8 @@ class Estimate:
     """
 
     hardware: Hardware
-    rows: tuple[Row, ...]
-    phases: tuple[Phase, ...]
+    rows: tuple[TimelineRow, ...]
+    phases: tuple[TimelinePhase, ...]
     model_flops: int
     ideal_seconds: float
     tail: float
@@ -276,7 +276,7 @@ def estimate(
         hardware: where it would run.
         optimizer: what steps after them; None: nothing, or it is part of the programs.
     """
-    walk = _Walk(hardware, optimizer)
+    walk = _StreamClocks(hardware, optimizer)
     for number, program in enumerate(programs):
         walk.run(program, number)
     if optimizer is not None:
@@ -307,14 +307,14 @@ class _RegionCost:
 Span = tuple[float, float, float]  # start, end, exposed
 
 
-class _Walk:
+class _StreamClocks:
     """A clock per stream, carried from row to row and from program to program."""
 
     def __init__(self, hardware: Hardware, optimizer: OptimizerState | None) -> None:
         self.hardware = hardware
         self.clock: dict[str, float] = {"compute": 0.0}  # stream -> until when it is taken
-        self.rows: list[Row] = []
-        self.phases: list[Phase] = []
+        self.rows: list[TimelineRow] = []
+        self.phases: list[TimelinePhase] = []
         self.model_flops = 0
         self.ideal_seconds = 0.0
         self._state = optimizer.bytes if optimizer else {}
@@ -347,7 +347,7 @@ class _Walk:
                     tag = tags.get(node)
                     unit = program.units[tag.unit or 0].name
                     self.rows.append(
-                        Row(
+                        TimelineRow(
                             micro_batch,
                             phase,
                             ops.of(node).operation,
@@ -358,7 +358,7 @@ class _Walk:
                             *self._sent(node),
                         )
                     )
-            self.phases.append(Phase(phase, micro_batch, start, tuple(names), tuple(ends)))
+            self.phases.append(TimelinePhase(phase, micro_batch, start, tuple(names), tuple(ends)))
 
     def _region(self, call: fx.Node, cost: _RegionCost, ends: list[float]) -> Span:
         run: tuple[fx.Node, ...] = call.meta["run"]
@@ -450,12 +450,12 @@ class _Walk:
             begin, now = now, now + operators.all_to_all_seconds(held, ranks, self.hardware)
             sent = operators.all_to_all_bytes(held, ranks, self.hardware)
             row = (-1, "optimizer", EXCHANGE, OPTIMIZER, optimizer.name, "exchange")
-            self.rows.append(Row(*row, begin, now, 0.0, *sent))
+            self.rows.append(TimelineRow(*row, begin, now, 0.0, *sent))
         end = now + seconds + optimizer.flops / rate
         self.clock["compute"] = end
         if end > start:
             row = (-1, "optimizer", "step", OPTIMIZER, optimizer.name, "compute")
-            self.rows.append(Row(*row, now, end, now - start))
+            self.rows.append(TimelineRow(*row, now, end, now - start))
 
 
 def optimizer_seconds(

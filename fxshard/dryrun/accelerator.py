@@ -18,7 +18,7 @@ from fxshard._torch.remembered_device import TorchFunctionMode
 from fxshard._torch.trees import tree_iter
 from fxshard.capture import rng
 from fxshard.capture.provenance import user_line
-from fxshard.dryrun.recorder import Recorder
+from fxshard.dryrun.recorder import TapeRecorder
 from fxshard.dryrun.streams import Streams
 from fxshard.errors import CaptureError, ConfigError
 
@@ -44,7 +44,7 @@ class Placement(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorder: Recorder | None = None
+        self.recorder: TapeRecorder | None = None
         self.default = False  # torch.set_default_device("cuda")
         self.reducing = False  # DDP's reducer makes tensors of nothing
         self._reading: list[bool] = []  # whether functions of torch that run read from the GPU
@@ -221,7 +221,7 @@ def present(
         assert placement.recorder is not None
         placement.recorder.used_on(tensor, stream.name)
 
-    class Graph:
+    class CUDAGraph:
         """``torch.cuda.CUDAGraph``."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -231,7 +231,7 @@ def present(
         raise CaptureError(f"{user_line()}: {GRAPHED}")
 
     answers |= dict.fromkeys(("graph", "graph_pool_handle", "make_graphed_callables"), graphed)
-    answers["CUDAGraph"] = Graph
+    answers["CUDAGraph"] = CUDAGraph
     changes: list[Change] = [(torch.cuda, k, v) for k, v in answers.items()]
     randomly = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
     changes += [(torch.cuda.random, name, answers[name]) for name in randomly]

@@ -13,12 +13,12 @@ from fxshard.memory.kernels import NOTHING, Size
 
 
 @dataclasses.dataclass(frozen=True)
-class _Value:
+class _TensorNode:
     meta: dict[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _OperatorNode:
     """An operator that runs, in the place of a node of a graph, which the formulas are given."""
 
     target: Any
@@ -32,6 +32,6 @@ def taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     formula: Any = FORMULAS.get(func)
     if formula is None:
         return NOTHING
-    args, kwargs = tree_map_tensors(lambda t: _Value({"val": t}), (args, kwargs))
-    size: Size = formula(_Call(func, args, kwargs, {"val": result}))
+    args, kwargs = tree_map_tensors(lambda t: _TensorNode({"val": t}), (args, kwargs))
+    size: Size = formula(_OperatorNode(func, args, kwargs, {"val": result}))
     return size

@@ -76,7 +76,7 @@ def _all_on_device(
     return kwargs, False
 
 
-class Recorder(TorchDispatchMode):
+class TapeRecorder(TorchDispatchMode):
     """Sees every operator on plain tensors, in the order in which the run calls them.
 
     Operators on tensor subclasses that wrap others (DTensor) are seen where they run on what is
@@ -456,7 +456,7 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def resizes_seen(recorder: Recorder) -> Iterator[None]:
+def resizes_seen(recorder: TapeRecorder) -> Iterator[None]:
     """Storages are resized without an operator, as FSDP does to free what it has gathered."""
     plain = torch.UntypedStorage.resize_
 

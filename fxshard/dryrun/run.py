@@ -28,7 +28,7 @@ from fxshard.dryrun.accelerator import Placement
 from fxshard.dryrun.addresses import Addresses
 from fxshard.dryrun.gpus import DEFAULT, GPUS_PER_NODE, GpuModel, gpu
 from fxshard.dryrun.position import Position, followed
-from fxshard.dryrun.recorder import Recorder, resizes_seen
+from fxshard.dryrun.recorder import TapeRecorder, resizes_seen
 from fxshard.dryrun.steps import Enough, Steps
 from fxshard.dryrun.streams import Streams
 from fxshard.dryrun.tape import Tape
@@ -82,7 +82,7 @@ class DryRun:
         self._taken: list[_Taken] = []
         kind = KernelFakeMode if model is None else CudaFakeMode
         self._fakes = kind(allow_non_fake_inputs=True)
-        self._recorder = Recorder(
+        self._recorder = TapeRecorder(
             self._tape,
             self._position,
             self._fakes,
@@ -321,7 +321,7 @@ class DryRun:
 class _Units:
     """Notes what FSDP2's units do (`fully_sharded.Listener`)."""
 
-    def __init__(self, position: Position, recorder: Recorder) -> None:
+    def __init__(self, position: Position, recorder: TapeRecorder) -> None:
         self._position, self._recorder = position, recorder
 
     def gathering(self, module: nn.Module) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator
 
 from fxshard.ir.calls import Call
 from fxshard.memory.category import Category
-from fxshard.memory.ledger import BEFORE, Ledger, LiveRange, Moment, Phase
+from fxshard.memory.ledger import BEFORE, Ledger, LedgerPhase, LiveRange, Moment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Tape:
         shift: dict[int, int] = {}  # number of a point -> its number in the ledger
         for mark, stop in self.phases(first, last):
             count = stop - mark.point
-            made.phases.append(Phase(mark.phase, mark.micro_batch, len(made.moments), count))
+            made.phases.append(LedgerPhase(mark.phase, mark.micro_batch, len(made.moments), count))
             made.moments.append(Moment("start"))
             for point in range(mark.point, stop):
                 shift[point] = len(made.moments)

@@ -28,7 +28,7 @@ from fxshard import pipeline
 from fxshard._torch import context_parallel, dynamo, export, trees
 from fxshard.config.checked import Config
 from fxshard.config.environment import notice
-from fxshard.dynamo.replay import Bound, Interpreter, Run, relocated, stand_ins, unwraps
+from fxshard.dynamo.replay import Bound, GraphRun, ReplayInterpreter, relocated, stand_ins, unwraps
 from fxshard.errors import CaptureError, ConfigError
 from fxshard.host.progress import task
 from fxshard.ir import tags
@@ -41,7 +41,7 @@ from fxshard.memory.graphs import GraphReports
 from fxshard.runtime import reading
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import other_meshes
-from fxshard.runtime.step import Call, Step, differentiated
+from fxshard.runtime.step import AutogradCall, Step, differentiated
 from fxshard.runtime.variants import Kind, Variant, reason_for, symbols_for
 from fxshard.runtime.world.c10d import C10dWorld
 
@@ -139,7 +139,7 @@ def backend(
         options: options of `fxshard.shard` that these graphs have otherwise (`PER_GRAPH`).
         mode: torch.compile's; only None and "default" are legal.
     """
-    graph = Graph(graph_module, dict(options or {}), mode)
+    graph = DynamoGraph(graph_module, dict(options or {}), mode)
 
     def run(*args: Any) -> Any:
         return graph(*args)
@@ -147,7 +147,7 @@ def backend(
     return run
 
 
-class Graph:
+class DynamoGraph:
     """One graph of Dynamo, and the programs that run it."""
 
     def __init__(
@@ -158,7 +158,7 @@ class Graph:
         self.mode: str | None = mode
         # By model: Dynamo runs one graph for two models that have equal guards.
         self.configs: weakref.WeakKeyDictionary[Runtime, Config] = weakref.WeakKeyDictionary()
-        self.variants: weakref.WeakKeyDictionary[Runtime, dict[Kind, _Variant]]
+        self.variants: weakref.WeakKeyDictionary[Runtime, dict[Kind, _GraphVariant]]
         self.variants = weakref.WeakKeyDictionary()
         self.modules: dict[str, str] | None = None  # id, as text, of a module at Dynamo's trace
         self.first: Bound | None = None
@@ -208,7 +208,7 @@ class Graph:
                 inputs[position] = owner.computed(owner.slots[fqn])
         owner.forwards.enter()
         try:
-            return Interpreter(None, self.graph_module, (), inputs).result()
+            return ReplayInterpreter(None, self.graph_module, (), inputs).result()
         finally:
             owner.forwards.leave()
 
@@ -291,7 +291,9 @@ class Graph:
         }
         return Kind.of(tuple(rest), {}, mode, ints_are_sizes=True)
 
-    def _captured(self, owner: Runtime, bound: Bound, rest: Sequence[Any], kind: Kind) -> _Variant:
+    def _captured(
+        self, owner: Runtime, bound: Bound, rest: Sequence[Any], kind: Kind
+    ) -> _GraphVariant:
         """Capture a program for this kind of call; all ranks agree on it.
 
         Raises:
@@ -361,7 +363,7 @@ class Graph:
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(others) + 1} of a graph ({reason}): {took}{domain}")
-        return _Variant(variant, tuple(sorted(copied)))
+        return _GraphVariant(variant, tuple(sorted(copied)))
 
     def _program(
         self,
@@ -396,7 +398,7 @@ class Graph:
         assert self.modules is not None and self.first is not None
         names = relocated(self.modules, self.first, bound)
         tree = stand_ins(owner.model, bound)
-        tree[""].__dict__["run_graph"] = Run(self.graph_module, names, tree, bound, copied)
+        tree[""].__dict__["run_graph"] = GraphRun(self.graph_module, names, tree, bound, copied)
         return tree[""]
 
 
@@ -414,7 +416,7 @@ def _numbers(graph: fx.Graph) -> frozenset[int]:
 
 
 @dataclasses.dataclass
-class _Variant:
+class _GraphVariant:
     """One program of a graph.
 
     Attributes:
@@ -449,7 +451,7 @@ class _Variant:
         batch = [rest[i] for i in signature.tensor_inputs]
         if signature.training:
             names = differentiated(self.variant.program)
-            call = Call(owner, self.variant, names)
+            call = AutogradCall(owner, self.variant, names)
             outputs = _as_views(list(Step.apply(call, *map(owner.param, names), *batch)))
         else:
             with torch.no_grad(), owner.as_traced(self.variant):

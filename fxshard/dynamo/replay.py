@@ -107,7 +107,7 @@ def relocated(modules: dict[str, str], first: Bound, now: Bound) -> dict[str, st
     return found
 
 
-class Run:
+class GraphRun:
     """Runs a graph of Dynamo on what the trace gives, inside the calls of modules it came from."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Run:
                 inputs.append(getattr(self.stand_ins[path], key))
             else:
                 inputs.append(values.popleft())
-        result = Interpreter(self, self.graph_module, (), inputs).result()
+        result = ReplayInterpreter(self, self.graph_module, (), inputs).result()
         written = {
             i
             for i, value in enumerate(work)
@@ -177,16 +177,16 @@ def _base(graph_module: fx.GraphModule, names: dict[str, str]) -> str:
     return ""
 
 
-class Interpreter(fx.Interpreter):
+class ReplayInterpreter(fx.Interpreter):
     """Runs a graph; the nodes of each call of a module inside a call of its stand-in.
 
     So the capture sees the calls that eager makes, and notes them
-    (`fxshard.capture.provenance.calls_noted`). Without a `Run`, nodes run without such calls.
+    (`fxshard.capture.provenance.calls_noted`). Without a `GraphRun`, nodes run without such calls.
     """
 
     def __init__(
         self,
-        run: Run | None,
+        run: GraphRun | None,
         graph_module: nn.Module,
         prefix: tuple[tuple[str, int], ...],
         inputs: Sequence[Any],
@@ -244,7 +244,7 @@ class Interpreter(fx.Interpreter):
         context = checkpointing.checkpoint_context(body)
 
         def function(*inputs: Any) -> Any:
-            return Interpreter(self._run, body, path, inputs).result()
+            return ReplayInterpreter(self._run, body, path, inputs).result()
 
         return checkpoint(function, *operands, use_reentrant=False, context_fn=context)
 

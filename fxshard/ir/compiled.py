@@ -13,7 +13,7 @@ from fxshard.ir import tags
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RegionStep:
     """A stretch of compiled code: it makes storages, runs kernels, then drops storages.
 
     Attributes:
@@ -42,7 +42,7 @@ class Compiled:
 
     digest: str
     code: inductor.Generated = dataclasses.field(repr=False)
-    steps: tuple[Step, ...]
+    steps: tuple[RegionStep, ...]
     outputs: tuple[int, ...]
     fresh: bool
 

@@ -40,7 +40,7 @@ ALL_REDUCE, WAIT = _functional.all_reduce.default, _functional.wait_tensor.defau
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class ParameterForm:
     """What an unsharded parameter is.
 
     Attributes:
@@ -65,7 +65,7 @@ class Form:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class TracedExtension:
     """The two functions of a parameter, for a number of ranks.
 
     Attributes:
@@ -79,7 +79,7 @@ class Traced:
     pre: fx.Graph
     post: fx.Graph
     sent: int
-    form: Form
+    form: ParameterForm
 
     @property
     def results(self) -> list[Tensor]:
@@ -109,7 +109,9 @@ class Extension:
     dtype: torch.dtype
     module: nn.Module = dataclasses.field(repr=False)
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
-    _traces: dict[Any, Traced] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _traces: dict[Any, TracedExtension] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
     _meshes: dict[int, DeviceMesh] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Extension:
@@ -145,7 +147,7 @@ class Extension:
         return made
 
     @functools.cached_property
-    def form(self) -> Form:
+    def form(self) -> ParameterForm:
         """Of the unsharded parameter, which no number of ranks changes (`traced` checks it)."""
         return self.traced(1).form
 
@@ -171,7 +173,7 @@ class Extension:
             f"optimizer_in_backward out."
         )
 
-    def traced(self, ranks: int, device: torch.device = CPU) -> Traced:
+    def traced(self, ranks: int, device: torch.device = CPU) -> TracedExtension:
         """Both functions over a number of ranks.
 
         Args:
@@ -197,7 +199,7 @@ class Extension:
 
     # -- the trace ---------------------------------------------------------------------------------
 
-    def _trace(self, ranks: int, device: torch.device) -> Traced:
+    def _trace(self, ranks: int, device: torch.device) -> TracedExtension:
         mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
         own = part(self.shape, ranks)
         found: dict[str, Any] = {}
@@ -228,7 +230,7 @@ class Extension:
             sent, kept = made[: found["sent"]], made[found["sent"] :]
             arrived = [t.new_empty(gathered(t.shape, ranks)) for t in sent]
             second = self._checked(make_fx(post)(*arrived, *kept).graph, POST)
-        return Traced(first, second, found["sent"], found["form"])
+        return TracedExtension(first, second, found["sent"], found["form"])
 
     def _pre(self, tensor: Any, ranks: int) -> tuple[Sequence[Tensor], Any]:
         call = getattr(tensor, PRE)
@@ -265,18 +267,18 @@ class Extension:
             )
         return unsharded
 
-    def _taken_apart(self, made: Any) -> tuple[Form, list[Tensor]]:
+    def _taken_apart(self, made: Any) -> tuple[ParameterForm, list[Tensor]]:
         """Of an unsharded parameter: its form, and the tensors that it is made of."""
         if not modes.is_wrapper(type(made)):
             self._require_plain(made, f"what {POST} makes")
             if not made.is_contiguous():
                 raise self._error(f"{POST} makes a tensor that is not contiguous")
-            return Form(made.dtype), [made]
+            return ParameterForm(made.dtype), [made]
         names, context = made.__tensor_flatten__()
         inner = [getattr(made, name) for name in names]
         for each in inner:
             self._require_plain(each, f"what is inside of the {type(made).__name__} of {POST}")
-        return Form(made.dtype, tuple(names), type(made), context), inner
+        return ParameterForm(made.dtype, tuple(names), type(made), context), inner
 
     def _require_plain(self, tensor: Any, what: str) -> None:
         plain = isinstance(tensor, Tensor) and type(tensor) in _PLAIN

@@ -20,7 +20,7 @@ GATHER: tuple[tags.Role, ...] = ("pre_gather", "post_gather")  # in regions of t
 COMPUTE: tuple[tags.Role, ...] = ("compute", "pad", "post_reduction", *GATHER)
 
 
-class _Regions(dict[str, Region]):
+class _RegionsByDigest(dict[str, Region]):
     """By digest; those that are in `known` need not be made."""
 
     def __init__(self, known: dict[str, Region]) -> None:
@@ -39,7 +39,7 @@ def build(program: Program, known: Iterable[Region] = ()) -> Schedule:
     Args:
         known: regions that serve again where they are equal, instead of new ones.
     """
-    regions = _Regions({region.digest: region for region in known})
+    regions = _RegionsByDigest({region.digest: region for region in known})
     saved = saved_values(program)
     values = program.values
     outputs = [v for v, r in zip(values, program.results, strict=True) if r.kind == "output"]
@@ -56,7 +56,7 @@ def _outer(
     phase: tags.Phase,
     saved: list[fx.Node],
     results: Any,
-    regions: _Regions,
+    regions: _RegionsByDigest,
 ) -> fx.Graph:
     nodes = program.phase(phase)
     outer = fx.Graph()
@@ -105,7 +105,7 @@ def _call_region(
     outer: fx.Graph,
     env: dict[fx.Node, fx.Node],
     run: list[fx.Node],
-    regions: _Regions,
+    regions: _RegionsByDigest,
 ) -> None:
     """Append a call of the region equal to `run`, made if there is none yet."""
     inside = set(run)

@@ -24,7 +24,7 @@ from fxshard.ir import tags
 
 aten: Any = torch.ops.aten
 
-ROWS = "rows"  # in the sizes of a `Form`: how many rows the chunk has
+ROWS = "rows"  # in the sizes of a `RowForm`: how many rows the chunk has
 MEAN, SUM = 1, 2  # at::Reduction
 NLL = aten.nll_loss_forward.default
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -35,8 +35,8 @@ class NotByRowsError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """In the arguments of a `Form`: the chunk's rows of a value that is there in full.
+class ChunkRows:
+    """In the arguments of a `RowForm`: the chunk's rows of a value that is there in full.
 
     Attributes:
         node: the value.
@@ -51,20 +51,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """In the arguments of a `Form`: a value without rows, viewed in another shape."""
+    """In the arguments of a `RowForm`: a value without rows, viewed in another shape."""
 
     node: fx.Node
     shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class RowForm:
     """What an operator is on a chunk of rows.
 
     Attributes:
         target: the operator; None: its first argument, as it is.
         args, kwargs: nodes of the region stand for what they are in the chunk, other nodes for
-            themselves; `Row`, `Flat` and `ROWS` say what else there is.
+            themselves; `ChunkRows`, `Flat` and `ROWS` say what else there is.
         dims: how many dimensions of the full result count rows; 0: the result has none, and each
             chunk has its own; -1: rows are the columns of a matrix; None: it is a sum over rows.
         whole: of a sum, by how many elements a mean divides it; else 1.
@@ -80,7 +80,7 @@ class Form:
 
 
 @dataclasses.dataclass
-class Region:
+class RowRegion:
     """Operators that are computed by rows, each with its form.
 
     Attributes:
@@ -91,7 +91,7 @@ class Region:
 
     count: int
     shapes: set[tuple[int, ...]]
-    forms: dict[fx.Node, Form] = dataclasses.field(default_factory=dict)
+    forms: dict[fx.Node, RowForm] = dataclasses.field(default_factory=dict)
 
     def has(self, node: Any) -> bool:
         """True if `node` is of the region, and its value has rows."""
@@ -150,7 +150,7 @@ class Region:
         if _is_backward(node):
             self.add(node)
             return node
-        return Row(node, self.split(_shape(node)))
+        return ChunkRows(node, self.split(_shape(node)))
 
     def operand(self, value: Any, rank: int, dims: int) -> Any:
         """An operand that is broadcast to a result of `rank` dimensions, `dims` of which are rows.
@@ -175,7 +175,7 @@ class Region:
         raise NotByRowsError(f"combines rows with a tensor of shape {list(shape)}")
 
 
-Rule = Callable[[Region, fx.Node], Form]
+Rule = Callable[[RowRegion, fx.Node], RowForm]
 RULES: dict[Any, Rule] = {}
 
 
@@ -200,25 +200,25 @@ def _is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in known and not tags.is_random(node) and not tags.writes(node)
 
 
-def _pointwise(region: Region, node: fx.Node) -> Form:
+def _pointwise(region: RowRegion, node: fx.Node) -> RowForm:
     shape = _shape(node)
     inside = [n for n in node.all_input_nodes if region.has(n)]
     dims = region.dims(inside[0]) if inside else region.split(shape)
     take = lambda value: region.operand(value, len(shape), dims)  # noqa: E731
     args = tuple(take(value) for value in node.args)
     kwargs = {name: take(value) for name, value in node.kwargs.items()}
-    return Form(node.target, args, kwargs, dims)
+    return RowForm(node.target, args, kwargs, dims)
 
 
 @_rule(aten._to_copy.default, aten.clone.default)
-def _copy(region: Region, node: fx.Node) -> Form:
+def _copy(region: RowRegion, node: fx.Node) -> RowForm:
     source = region.source(node.args[0])
     kwargs = {n: v for n, v in node.kwargs.items() if n != "memory_format"}
-    return Form(node.target, (source,), kwargs, _dims_of(region, source))
+    return RowForm(node.target, (source,), kwargs, _dims_of(region, source))
 
 
 @_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(region: Region, node: fx.Node) -> Form:
+def _view(region: RowRegion, node: fx.Node) -> RowForm:
     source = region.source(node.args[0])
     dims = _dims_of(region, source)
     before, after = _shape(cast("fx.Node", node.args[0]))[dims:], _shape(node)
@@ -227,42 +227,44 @@ def _view(region: Region, node: fx.Node) -> Form:
         raise NotByRowsError("takes rows apart")
     dims = next((n for n in ways if after[n:] == before), ways[0])
     if after[dims:] == before:
-        return Form(None, (source,), {}, dims)
-    return Form(aten.view.default, (source, [ROWS, *after[dims:]]), {}, dims)
+        return RowForm(None, (source,), {}, dims)
+    return RowForm(aten.view.default, (source, [ROWS, *after[dims:]]), {}, dims)
 
 
 @_rule(aten.expand.default)
-def _expand(region: Region, node: fx.Node) -> Form:
+def _expand(region: RowRegion, node: fx.Node) -> RowForm:
     shape = _shape(node)
     given = cast("fx.Node", node.args[0])
     dims = region.dims(given) if region.has(given) else region.split(shape)
     source = region.operand(given, len(shape), dims)
-    return Form(node.target, (source, [ROWS, *shape[dims:]]), {}, dims)
+    return RowForm(node.target, (source, [ROWS, *shape[dims:]]), {}, dims)
 
 
 @_rule(aten.full.default, aten.zeros.default, aten.ones.default)
-def _full(region: Region, node: fx.Node) -> Form:
+def _full(region: RowRegion, node: fx.Node) -> RowForm:
     dims = region.split(_shape(node))
     sizes = [ROWS, *_shape(node)[dims:]]
-    return Form(node.target, (sizes, *node.args[1:]), dict(node.kwargs), dims)
+    return RowForm(node.target, (sizes, *node.args[1:]), dict(node.kwargs), dims)
 
 
 @_rule(aten.new_zeros.default, aten.new_full.default)
-def _new(region: Region, node: fx.Node) -> Form:
+def _new(region: RowRegion, node: fx.Node) -> RowForm:
     dims = region.split(_shape(node))
     sizes = [ROWS, *_shape(node)[dims:]]
     source = region.source(node.args[0])
-    return Form(node.target, (source, sizes, *node.args[2:]), dict(node.kwargs), dims)
+    return RowForm(node.target, (source, sizes, *node.args[2:]), dict(node.kwargs), dims)
 
 
 @_rule(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
-def _like(region: Region, node: fx.Node) -> Form:
+def _like(region: RowRegion, node: fx.Node) -> RowForm:
     source = region.source(node.args[0])
-    return Form(node.target, (source, *node.args[1:]), dict(node.kwargs), _dims_of(region, source))
+    return RowForm(
+        node.target, (source, *node.args[1:]), dict(node.kwargs), _dims_of(region, source)
+    )
 
 
-def _dims_of(region: Region, source: Any) -> int:
-    return int(source.dims) if isinstance(source, Row) else region.dims(source)
+def _dims_of(region: RowRegion, source: Any) -> int:
+    return int(source.dims) if isinstance(source, ChunkRows) else region.dims(source)
 
 
 def _placed(dim: Any, rank: int, dims: int) -> int:
@@ -280,7 +282,7 @@ def _along(number: int, added: int = 0) -> Rule:
         added: by how many dimensions more than its operand the dimension is counted.
     """
 
-    def rule(region: Region, node: fx.Node) -> Form:
+    def rule(region: RowRegion, node: fx.Node) -> RowForm:
         source = region.source(node.args[0])
         dims = _dims_of(region, source)
         rank = len(_shape(cast("fx.Node", node.args[0])))
@@ -291,7 +293,7 @@ def _along(number: int, added: int = 0) -> Rule:
         args = list(node.args)
         args[number:] = [placed if several else placed[0], *args[number + 1 :]]
         take = lambda value: region.operand(value, rank, dims)  # noqa: E731
-        return Form(node.target, (source, *map(take, args[1:])), dict(node.kwargs), dims)
+        return RowForm(node.target, (source, *map(take, args[1:])), dict(node.kwargs), dims)
 
     return rule
 
@@ -321,28 +323,28 @@ RULES[aten.unsqueeze.default] = _along(1, added=1)
 
 
 @_rule(aten.slice_backward.default, aten.select_backward.default)
-def _cut_backward(region: Region, node: fx.Node) -> Form:
+def _cut_backward(region: RowRegion, node: fx.Node) -> RowForm:
     source = region.source(node.args[0])
     dims = _dims_of(region, source)
     shape = _shape(node)
     place = _placed(node.args[2], len(shape), dims)
     args = (source, [ROWS, *shape[dims:]], place, *node.args[3:])
-    return Form(node.target, args, dict(node.kwargs), dims)
+    return RowForm(node.target, args, dict(node.kwargs), dims)
 
 
 @_rule(operator.getitem)
-def _getitem(region: Region, node: fx.Node) -> Form:
+def _getitem(region: RowRegion, node: fx.Node) -> RowForm:
     made = cast("fx.Node", node.args[0])
     shape = _shape(node)
     dims = region.split(shape) if shape else 0
-    return Form(node.target, (made, *node.args[1:]), {}, dims)
+    return RowForm(node.target, (made, *node.args[1:]), {}, dims)
 
 
 @_rule(
     *(aten.sum.default, aten.sum.dim_IntList),
     *(aten.mean.default, aten.mean.dim),
 )
-def _sum(region: Region, node: fx.Node) -> Form:
+def _sum(region: RowRegion, node: fx.Node) -> RowForm:
     """Along the other dimensions it works by rows; over all rows it is a sum of parts."""
     source = region.source(node.args[0])
     dims = _dims_of(region, source)
@@ -354,29 +356,29 @@ def _sum(region: Region, node: fx.Node) -> Form:
     kwargs = dict(node.kwargs)
     if all(dim >= dims for dim in along):
         placed = [dim - dims + 1 for dim in sorted(along)]
-        return Form(node.target, (source, placed, keeps), kwargs, dims)
+        return RowForm(node.target, (source, placed, keeps), kwargs, dims)
     if not set(range(dims)) <= along:
         raise NotByRowsError("reduces some of the dimensions that count rows")
     placed = [0, *(dim - dims + 1 for dim in sorted(along) if dim >= dims)]
     means = node.target in (aten.mean.default, aten.mean.dim)
     whole = math.prod(before[dim] for dim in along) if means else 1
-    return Form(aten.sum.dim_IntList, (source, placed, keeps), kwargs, None, whole)
+    return RowForm(aten.sum.dim_IntList, (source, placed, keeps), kwargs, None, whole)
 
 
 @_rule(NLL)
-def _nll(region: Region, node: fx.Node) -> Form:
+def _nll(region: RowRegion, node: fx.Node) -> RowForm:
     logs, target, weight, reduction, ignored = node.args
     if len(_shape(cast("fx.Node", logs))) != 2:
         raise NotByRowsError("takes one row alone")
     region.source(logs)
     labels = region.operand(target, 1, 1)
     if reduction in (MEAN, SUM):
-        return Form(node.target, (logs, labels, weight, SUM, ignored), {}, None)
-    return Form(node.target, (logs, labels, weight, reduction, ignored), {}, 0)
+        return RowForm(node.target, (logs, labels, weight, SUM, ignored), {}, None)
+    return RowForm(node.target, (logs, labels, weight, reduction, ignored), {}, 0)
 
 
 @_rule(aten.nll_loss2d_forward.default, aten.permute.default, aten.transpose.int)
-def _classes_first(region: Region, node: fx.Node) -> Form:
+def _classes_first(region: RowRegion, node: fx.Node) -> RowForm:
     raise NotByRowsError(
         "has classes in another dimension than the last. Flatten the rows: "
         "F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
@@ -384,46 +386,46 @@ def _classes_first(region: Region, node: fx.Node) -> Form:
 
 
 @_rule(aten.nll_loss_backward.default)
-def _nll_backward(region: Region, node: fx.Node) -> Form:
+def _nll_backward(region: RowRegion, node: fx.Node) -> RowForm:
     gradient, logs, target, *others = node.args
     labels = region.operand(target, 1, 1)
-    return Form(node.target, (region.operand(gradient, 1, 1), logs, labels, *others), {}, 1)
+    return RowForm(node.target, (region.operand(gradient, 1, 1), logs, labels, *others), {}, 1)
 
 
 @_rule(aten.t.default)
-def _t(region: Region, node: fx.Node) -> Form:
+def _t(region: RowRegion, node: fx.Node) -> RowForm:
     if region.dims(cast("fx.Node", node.args[0])) != 1:
         raise NotByRowsError("turns columns")
-    return Form(node.target, node.args, {}, -1)
+    return RowForm(node.target, node.args, {}, -1)
 
 
 @_rule(*PRODUCTS)
-def _product(region: Region, node: fx.Node) -> Form:
+def _product(region: RowRegion, node: fx.Node) -> RowForm:
     """Rows times a weight, or columns times rows, which is a sum over them."""
     *added, left, right = node.args
     form = region.forms.get(left) if isinstance(left, fx.Node) else None
     if form is not None and form.dims == -1 and not added:
-        return Form(node.target, (left, region.source(right)), {}, None)
+        return RowForm(node.target, (left, region.source(right)), {}, None)
     if region.has(right) and not added:  # the transposed rows of what is there in full
         columns = cast("fx.Node", left)
         if columns.target is not aten.t.default:
             raise NotByRowsError("takes rows as columns")
-        rows = Row(tags.source(columns), 1, transposed=True)
-        return Form(node.target, (rows, right), {}, None)
+        rows = ChunkRows(tags.source(columns), 1, transposed=True)
+        return RowForm(node.target, (rows, right), {}, None)
     if not is_weight(cast("fx.Node", right)) or node.kwargs:
         raise NotByRowsError("multiplies rows by something else than a weight")
     added = [region.operand(value, 2, 1) for value in added]
-    return Form(
+    return RowForm(
         node.target, (*added, region.source(left), right), {}, 1, gathers=_is_backward(node)
     )
 
 
-def outside(region: Region) -> list[fx.Node]:
+def outside(region: RowRegion) -> list[fx.Node]:
     """What operators of the region read that is not of it, in order."""
     found: dict[fx.Node, None] = {}
 
     def take(value: Any) -> Any:
-        if isinstance(value, (Row, Flat)):
+        if isinstance(value, (ChunkRows, Flat)):
             value = value.node
         if isinstance(value, fx.Node):
             if value not in region.forms:

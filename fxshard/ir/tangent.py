@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxshard.ir import tags
-from fxshard.ir.rows import MEAN, NLL, NotByRowsError, Region, outside
+from fxshard.ir.rows import MEAN, NLL, NotByRowsError, RowRegion, outside
 
 aten: Any = torch.ops.aten
 
@@ -71,7 +71,7 @@ class Tangent:
         counts: gradients below what float16 can hold are divided by how many labels count.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: RowRegion) -> None:
         """Find it.
 
         Raises:

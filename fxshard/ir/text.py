@@ -167,14 +167,14 @@ class _Parser:
         self._names = Names(found["fake_mode"])
         self._names.device = found["device"]
 
-    def _reader(self, text: str) -> _Line:
+    def _reader(self, text: str) -> _LineReader:
         names = getattr(self, "_names", None) or Names(FakeTensorMode())
-        return _Line(text, names)
+        return _LineReader(text, names)
 
     def _header_line(self, text: str) -> None:
         line = self._reader(text)
         word = line.next("name")
-        readers: dict[str, Callable[[_Line], None]] = {
+        readers: dict[str, Callable[[_LineReader], None]] = {
             "signature": self._signature_line,
             "unit": self._unit_line,
             "param": functools.partial(self._param_line, "params"),
@@ -190,7 +190,7 @@ class _Parser:
         readers[word](line)
         line.finish()
 
-    def _signature_line(self, line: _Line) -> None:
+    def _signature_line(self, line: _LineReader) -> None:
         found = _made(Signature, line.fields())
         inputs, outputs = len(found.inputs), len(found.outputs)
         for name, most in (("tensor_inputs", inputs), ("tangents", outputs)):
@@ -198,14 +198,14 @@ class _Parser:
                 raise Unreadable(f"{name} names what the call has not")
         self._signature = found
 
-    def _unit_line(self, line: _Line) -> None:
+    def _unit_line(self, line: _LineReader) -> None:
         index, fqn = line.value(), line.value()
         if index != len(self._units):
             raise Unreadable(f"unit {index!r} where unit {len(self._units)} should be")
         given = {"index": index, "fqn": fqn, "params": (), "ignored": (), **line.fields()}
         self._units.append(_made(Unit, given))
 
-    def _param_line(self, where: str, line: _Line) -> None:
+    def _param_line(self, where: str, line: _LineReader) -> None:
         if not self._units:
             raise Unreadable("a parameter before the first unit")
         unit = self._units[-1]
@@ -214,7 +214,7 @@ class _Parser:
         changed: dict[str, Any] = {where: (*getattr(unit, where), _made(Param, given))}
         self._units[-1] = dataclasses.replace(unit, **changed)
 
-    def _bucket_line(self, line: _Line) -> None:
+    def _bucket_line(self, line: _LineReader) -> None:
         fqns = []
         while line.rest and line.peek(1) != "=":
             fqns.append(line.value())
@@ -224,21 +224,21 @@ class _Parser:
             raise Unreadable(f"{', '.join(map(repr, {*fqns, *packed} - known))} is no parameter")
         self._buckets.append(ParamBucket(tuple(fqns), packed))
 
-    def _call_line(self, line: _Line) -> None:
+    def _call_line(self, line: _LineReader) -> None:
         module, number, parent = line.value(), line.value(), line.value()
         call = _made(Call, {"module": module, "number": number, "parent": parent})
         if parent is not None and not 0 <= parent < len(self._calls):
             raise Unreadable(f"there is no call {parent} before this one")
         self._calls.append(call)
 
-    def _symbol_line(self, line: _Line) -> None:
+    def _symbol_line(self, line: _LineReader) -> None:
         name = line.next("name")
         given = line.fields()
         if any(type(value) is not bool for value in given.values()):
             raise Unreadable("what is assumed of a symbol is True or False")
         self._names.symbols[name] = sympy.Symbol(name, **given)
 
-    def _domain_line(self, line: _Line) -> None:
+    def _domain_line(self, line: _LineReader) -> None:
         given = line.fields()
         given["conditions"] = tuple((c, where) for c, where in given.get("conditions", ()))
         domain = _made(Domain, given)
@@ -246,7 +246,7 @@ class _Parser:
             raise Unreadable("a size has a place and no symbol")
         self._domain = domain
 
-    def _constant_line(self, line: _Line) -> None:
+    def _constant_line(self, line: _LineReader) -> None:
         name, value = line.value(), line.value()
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise Unreadable("a constant is a name and a tensor")
@@ -271,7 +271,7 @@ class _Parser:
             self._node_line(line)
         line.finish()
 
-    def _node_line(self, line: _Line) -> None:
+    def _node_line(self, line: _LineReader) -> None:
         if self._output is not None:
             raise Unreadable("a node after the output")
         name = line.next("node")[1:]
@@ -293,7 +293,7 @@ class _Parser:
         self._meta(node, line)
         self._names.nodes[name] = node
 
-    def _meta(self, node: fx.Node, line: _Line) -> None:
+    def _meta(self, node: fx.Node, line: _LineReader) -> None:
         held = node.meta
         if line.take(":"):
             held["val"] = line.value()
@@ -306,7 +306,7 @@ class _Parser:
         if line.take("|"):
             held["fxshard"] = self._tag(line)
 
-    def _tag(self, line: _Line) -> tags.Meta:
+    def _tag(self, line: _LineReader) -> tags.Meta:
         key = line.left
         if key in self._tags:  # nodes alike share one
             line.skip()
@@ -320,7 +320,7 @@ class _Parser:
         self._tags[key] = tag
         return tag
 
-    def _output_line(self, line: _Line) -> None:
+    def _output_line(self, line: _LineReader) -> None:
         if self._output is not None:
             raise Unreadable("a second output")
         self._output = ()
@@ -328,14 +328,14 @@ class _Parser:
         self._meta(holder, line)
         self._output = (holder.meta,)
 
-    def _return_line(self, line: _Line) -> None:
+    def _return_line(self, line: _LineReader) -> None:
         kind, name, node = line.next("name"), line.value(), line.value()
         if not isinstance(node, fx.Node):
             raise Unreadable("what is returned is a node")
         self._results.append(_made(Result, {"kind": kind, "name": name}))
         self._values.append(node)
 
-    def _users_line(self, line: _Line) -> None:
+    def _users_line(self, line: _LineReader) -> None:
         node, users = line.value(), line.value()
         if not isinstance(node, fx.Node) or not isinstance(users, list):
             raise Unreadable("a node has a list of readers")
@@ -347,7 +347,7 @@ class _Parser:
             raise Unreadable(f"%{node.name} has other readers than those in 'users'")
         node.users = dict.fromkeys(read[user] for user in users)
 
-    def _names_line(self, line: _Line) -> None:
+    def _names_line(self, line: _LineReader) -> None:
         found = line.fields()
         used, count = graphs.given_names(self._graph)
         _check("used", found.get("used", []), list[str])
@@ -384,7 +384,7 @@ class _Parser:
         return program
 
 
-class _Line(Reader):
+class _LineReader(Reader):
     """A line of a program."""
 
     def fields_only(self) -> dict[str, Any]:

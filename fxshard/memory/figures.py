@@ -16,7 +16,7 @@ from fxshard.memory.category import CATEGORIES, Category, Matrix, State
 from fxshard.memory.ledger import HALF, Ledger, LiveRange, PhaseBytes
 from fxshard.memory.owners import owned_rows
 from fxshard.memory.queries import Unsharded
-from fxshard.memory.states import Called, Rows, Span, Where
+from fxshard.memory.states import Called, Span, StateRows, Where
 
 Snapshot = dict[Category, int]
 
@@ -199,16 +199,16 @@ class Figures:
         return states.spans(self.steady, self.calls)
 
     @functools.cached_property
-    def _first_rows(self) -> Rows:
+    def _first_rows(self) -> StateRows:
         if self.first_calls is None:
-            return Rows(self.first, self._spans)
-        return Rows(self.first, states.spans(self.first, self.first_calls))
+            return StateRows(self.first, self._spans)
+        return StateRows(self.first, states.spans(self.first, self.first_calls))
 
     @functools.cached_property
-    def _steady_rows(self) -> Rows:
-        return Rows(self.steady, self._spans)
+    def _steady_rows(self) -> StateRows:
+        return StateRows(self.steady, self._spans)
 
-    def _rows(self, first_step: bool) -> Rows:
+    def _rows(self, first_step: bool) -> StateRows:
         return self._first_rows if first_step else self._steady_rows
 
     def spans(self, micro_batch: int) -> dict[Called, dict[str, Span]]:

@@ -149,7 +149,7 @@ class Moment(NamedTuple):
     recomputed: bool = False
 
 
-class Phase(NamedTuple):
+class LedgerPhase(NamedTuple):
     """A run of points.
 
     Attributes:
@@ -181,10 +181,10 @@ class PhaseBytes(Curve):
     """Bytes of one phase on the device: `during` counts inputs and outputs of each operator.
 
     Attributes:
-        phase: its name, see `Phase`.
+        phase: its name, see `LedgerPhase`.
         labels: per point ``(node name, module FQN)`` of what ran last.
         host: the same for CPU memory, with offload; zeros without.
-        micro_batch: see `Phase`.
+        micro_batch: see `LedgerPhase`.
     """
 
     phase: str
@@ -198,12 +198,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self.moments: list[Moment] = []
-        self.phases: list[Phase] = []
+        self.phases: list[LedgerPhase] = []
         self.ranges: list[LiveRange] = []
 
     def begin(self, name: str, micro_batch: int) -> int:
         """Begin a phase; returns the tick of its start."""
-        self.phases.append(Phase(name, micro_batch, len(self.moments), 0))
+        self.phases.append(LedgerPhase(name, micro_batch, len(self.moments), 0))
         self.moments.append(Moment("start"))
         return 2 * len(self.moments) - 2
 
@@ -213,7 +213,7 @@ class Ledger:
         self.moments += moments
         last = self.phases[-1]
         points = len(self.moments) - last.start - 1
-        self.phases[-1] = Phase(last.name, last.micro_batch, last.start, points)
+        self.phases[-1] = LedgerPhase(last.name, last.micro_batch, last.start, points)
         return first
 
     @functools.cached_property
@@ -255,12 +255,12 @@ class Ledger:
         """What is alive at a tick."""
         return (each for each in self.ranges if each.is_alive(tick))
 
-    def extremes(self, phase: Phase) -> dict[str, int]:
+    def extremes(self, phase: LedgerPhase) -> dict[str, int]:
         """The ticks of "start", "peak" and "end" of a phase."""
         peak = phase.begin + int(self.totals[phase.begin : phase.end + 1].argmax())
         return {"start": phase.begin, "peak": peak, "end": phase.end}
 
-    def of_phase(self, phase: Phase) -> list[Moment]:
+    def of_phase(self, phase: LedgerPhase) -> list[Moment]:
         """What runs at the points of a phase."""
         first = phase.start + 1
         return self.moments[first : first + phase.points]
@@ -273,7 +273,7 @@ class Ledger:
                 found[each.storage, each.born == BEFORE].append(each)
         return [Storage(tuple(ranges)) for ranges in found.values()]
 
-    def at(self, tick: int) -> tuple[Phase, int]:
+    def at(self, tick: int) -> tuple[LedgerPhase, int]:
         """The phase of a tick, and the number of its point in it (-1: its start)."""
         point = tick // 2
         phase = next(p for p in reversed(self.phases) if p.start <= point)

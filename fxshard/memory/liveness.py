@@ -38,7 +38,7 @@ from fxshard.memory.gradients import (
 from fxshard.memory.ledger import BEFORE, LOSS, OPTIMIZER, Ledger, LiveRange, Moment, owner_of
 from fxshard.memory.loss import LossStep
 from fxshard.memory.optimizer_step import OptimizerStep, Parts
-from fxshard.memory.recording import Event
+from fxshard.memory.recording import OperatorEvent
 from fxshard.memory.regions import Regions
 from fxshard.memory.report import AskedPlan, MemoryReport
 from fxshard.memory.storages import moment_of
@@ -315,7 +315,7 @@ class Walk(Regions):
             if self.program.reduces(fqn) != "none":
                 del self._sums[fqn]
 
-    def optimizer(self, step: OptimizerStep, events: Sequence[Event], host: bool) -> None:
+    def optimizer(self, step: OptimizerStep, events: Sequence[OperatorEvent], host: bool) -> None:
         """The events of an optimizer's step."""
         self.ledger.begin("optimizer", -1)
         made_by = functools.partial(step.range_of, host=host)
@@ -323,7 +323,7 @@ class Walk(Regions):
 
     def _replay(
         self,
-        events: Sequence[Event],
+        events: Sequence[OperatorEvent],
         owner: str,
         tokens: dict[int, int],
         made_by: Callable[[str, int, int], LiveRange],

@@ -19,7 +19,7 @@ from fxshard.errors import ConfigError
 from fxshard.ir import tags
 from fxshard.ir.program import Program
 from fxshard.memory import symbolic
-from fxshard.memory.recording import Event, Recorder
+from fxshard.memory.recording import OperatorEvent, Recorder
 
 
 @dataclasses.dataclass
@@ -41,8 +41,8 @@ class LossStep:
         value: storage of the loss itself; None if no operator made it.
     """
 
-    forward: list[Event]
-    backward: list[Event]
+    forward: list[OperatorEvent]
+    backward: list[OperatorEvent]
     held: list[torch.UntypedStorage]
     tangents: dict[str, int]
     taken: set[int]
@@ -181,7 +181,7 @@ def trace_loss(
 
     recorder = Recorder(mode, run)
     on_cuda = isinstance(program.fake_mode, cuda_operators.CudaFakeMode)
-    parts: list[list[Event]] = []
+    parts: list[list[OperatorEvent]] = []
     reached: set[int] = set()
     tangents: dict[str, int] = {}
     copied: set[int] = set()
@@ -198,14 +198,14 @@ def trace_loss(
             else:
                 copied.add(number)
         parts.append(recorder.events)
-        recorder.events = [Event("model's backward", [], [])]
+        recorder.events = [OperatorEvent("model's backward", [], [])]
         return torch.empty_like(trigger)
 
     def is_over(_: torch.Tensor) -> None:
         gone = {number for event in recorder.events for number in event.freed}
         if autograd.BOXED_GRADS:
             taken.update(gone & set(tangents.values()) - copied)
-        recorder.events = [Event("rest of backward", [], [])]
+        recorder.events = [OperatorEvent("rest of backward", [], [])]
 
     with mode:
         trigger = torch.empty((), requires_grad=True)
@@ -239,7 +239,7 @@ def trace_loss(
                     flat.clear()
                     outputs.clear()
                 parts.append(recorder.events)
-                recorder.events = [Event("start", [], [])]
+                recorder.events = [OperatorEvent("start", [], [])]
                 number = recorder.numbers.get(id(value.untyped_storage()))
                 value.backward()
             if len(parts) < 2:

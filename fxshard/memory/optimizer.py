@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard._torch.trees import tree_flatten_with_path
 from fxshard.codegen import muon, several
-from fxshard.codegen.full_matrices import Place, place_of, put_place
+from fxshard.codegen.full_matrices import MatrixPlace, place_of, put_place
 from fxshard.codegen.given_optimizer import make_optimizer
 from fxshard.errors import ConfigError
 from fxshard.host import collector
 from fxshard.ir import tags, transfers
 from fxshard.ir.program import Program
 from fxshard.memory.exchange import NOWHERE, Mixing, RecordedExchange
-from fxshard.memory.optimizer_step import OptimizerStep, Parts, Sent, State
-from fxshard.memory.recording import Event, Kernels, Recorder
+from fxshard.memory.optimizer_step import OptimizerStep, OptimizerStorage, Parts, Sent
+from fxshard.memory.recording import Kernels, OperatorEvent, Recorder
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def trace_step(
             for fqn, grad in grads.items():
                 params[fqn].grad = grad
             for fqn in program.params:
-                put_place(params[fqn], Place(fqn, program.layouts[fqn], exchange))
+                put_place(params[fqn], MatrixPlace(fqn, program.layouts[fqn], exchange))
             return {(): functools.partial(_step, made, mixing)}
 
         def prepared(params: list[nn.Parameter], names: list[str]) -> Any:
@@ -158,7 +158,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _step(optimizer: torch.optim.Optimizer, mixing: Mixing) -> None:
-    """Step rows of parameters that have a `Place`."""
+    """Step rows of parameters that have a `MatrixPlace`."""
     for each in optimizer.members if isinstance(optimizer, several.Several) else [optimizer]:
         if type(each) is torch.optim.Muon:
             muon.run(muon.InPlaceOf(each, _has_place, _step_matrices))
@@ -260,7 +260,7 @@ def record_steps(
     exchange = exchange or RecordedExchange(program.world_size, torch.device(device))
     exchange.numbers = recorder.numbers
     steps: list[Parts] = []
-    states: list[dict[int, State]] = []
+    states: list[dict[int, OptimizerStorage]] = []
     with mode:
         everything = [*program.params.items(), *program.ignored.items()]
         for fqn, param in sorted(everything, key=lambda item: item[1].position):
@@ -274,7 +274,7 @@ def record_steps(
         theirs = set(recorder.numbers.values())
         names = {id(param): fqn for fqn, param in params.items()}
 
-        def state() -> dict[int, State]:
+        def state() -> dict[int, OptimizerStorage]:
             found = state_of(made, recorder, names)
             return {number: each for number, each in found.items() if number not in theirs}
 
@@ -288,11 +288,12 @@ def record_steps(
             steps.append({})
             exchange.sent = Sent(names=exchange.sent.names)
             for fqns, run in runs.items():
-                recorder.events = [Event("start", [], [])]
+                recorder.events = [OperatorEvent("start", [], [])]
                 with RealScalars(recorder), recorder:
                     run()
                 steps[-1][fqns] = recorder.events
-            recorder.events = [Event("end", [], [])]  # what dies with the recording is no step's
+            # What dies with the recording is no step's.
+            recorder.events = [OperatorEvent("end", [], [])]
             states.append(state())
     first, second = ([event for events in step.values() for event in events] for step in steps)
     return OptimizerStep(
@@ -311,15 +312,15 @@ def record_steps(
 
 def state_of(
     optimizer: torch.optim.Optimizer, recorder: Recorder, fqns: dict[int, str]
-) -> dict[int, State]:
+) -> dict[int, OptimizerStorage]:
     """What the state holds, by storage."""
-    found: dict[int, State] = {}
+    found: dict[int, OptimizerStorage] = {}
     for param, entries in optimizer.state.items():
         fqn = fqns.get(id(param), "")
         for key, leaf in _leaves(entries):
             if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in recorder.numbers:
                 storage = leaf.untyped_storage()
-                state = State(storage.nbytes(), key, fqn, tuple(leaf.shape))
+                state = OptimizerStorage(storage.nbytes(), key, fqn, tuple(leaf.shape))
                 found[recorder.numbers[id(storage)]] = state
     return found
 

@@ -11,10 +11,10 @@ import sympy
 from fxshard.cost.timeline import OptimizerState
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import OPTIMIZER, LiveRange, owner_of
-from fxshard.memory.recording import Event
+from fxshard.memory.recording import OperatorEvent
 
 
-class State(NamedTuple):
+class OptimizerStorage(NamedTuple):
     """A storage that an optimizer keeps: its `key` in the state of the parameter `fqn`."""
 
     bytes: int
@@ -28,7 +28,7 @@ class State(NamedTuple):
         return f"{self.key} of {self.fqn}"
 
 
-Parts = dict[tuple[str, ...], list[Event]]  # by what is stepped together
+Parts = dict[tuple[str, ...], list[OperatorEvent]]  # by what is stepped together
 
 
 @dataclasses.dataclass
@@ -69,9 +69,9 @@ class OptimizerStep:
     """
 
     name: str
-    first: list[Event]
-    second: list[Event]
-    state: dict[int, State]
+    first: list[OperatorEvent]
+    second: list[OperatorEvent]
+    state: dict[int, OptimizerStorage]
     held: list[int]
     initial: list[int] = dataclasses.field(default_factory=list)
     has_state: bool = True

@@ -21,7 +21,7 @@ from fxshard.ir import tags
 
 
 @dataclasses.dataclass
-class Event:
+class OperatorEvent:
     """One operator: what was allocated by it, and what died before the next one.
 
     Attributes:
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         self.outside: dict[int, torch.UntypedStorage] = {}  # by number: what operators only read
         self._fake_mode = fake_mode
         self._kept: list[torch.Tensor] = []
-        self.events: list[Event] = [Event("start", [], [])]
+        self.events: list[OperatorEvent] = [OperatorEvent("start", [], [])]
         self.numbers: dict[int, int] = {}
         self.on_cpu: set[int] = set()  # numbers of what the CPU holds, unless it stands in
         self.stands_in = False  # what is made on the CPU takes the place of what is elsewhere
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
             for tensor in tags.tensors([*args, *kwargs.values()]):
                 self._read(tensor, self._fake_mode)
         result = self._run(func, args, kwargs)
-        event = Event(name_of(func), [], [])
+        event = OperatorEvent(name_of(func), [], [])
         self.events.append(event)
         for tensor in tags.tensors(result):
             storage = tensor.untyped_storage()

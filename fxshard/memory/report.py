@@ -28,7 +28,7 @@ from fxshard.memory.queries import Kept
 
 if TYPE_CHECKING:
     from fxshard.memory.views.diff import Diff
-    from fxshard.memory.views.plots import Curve, Dot
+    from fxshard.memory.views.plots import Dot, PeakCurve
 
 
 class AskedPlan(Protocol):
@@ -291,7 +291,7 @@ class MemoryReport(Figures):
         first, steady = (base.formulas.sized(point, first_step=first) for first in (True, False))
         return dataclasses.replace(base, first=first, steady=steady, sizes=point)
 
-    def curves(self, **sizes: Sequence[int]) -> list[Curve]:
+    def curves(self, **sizes: Sequence[int]) -> list[PeakCurve]:
         """The peak along each size, the others as in the plan: for `plot`, and for `to_html`.
 
         Args:
@@ -498,7 +498,7 @@ class MemoryReport(Figures):
         *,
         first_step: bool = False,
         front: Sequence[Dot] = (),
-        curves: Sequence[Curve] = (),
+        curves: Sequence[PeakCurve] = (),
         budget: int | None = None,
     ) -> None:
         """Write one page that needs no network: timeline, schedule, what is alive, all rows.

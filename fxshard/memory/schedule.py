@@ -87,7 +87,7 @@ def walked(
 
 
 @dataclasses.dataclass
-class _Call:
+class _InFlight:
     """A micro-batch between its forward and its backward; tokens.
 
     Attributes:
@@ -118,7 +118,7 @@ class ScheduleWalk(Walk):
         """See `walked`."""
         self._enter_program(program, loss)
         forward, backward = (graph for _, graph in self.schedule.phases())
-        calls: dict[int, _Call] = {}
+        calls: dict[int, _InFlight] = {}
         self._sent: list[int] = []  # the gradients of inputs that came last
         self._losses: list[int] = []
         latest: list[int] = []  # outputs of the forward that ran last
@@ -126,7 +126,7 @@ class ScheduleWalk(Walk):
         ahead = min(in_flight, micro_batches)
         for phase, number in order(micro_batches, in_flight):
             if phase == "forward":
-                made = calls[number] = _Call()
+                made = calls[number] = _InFlight()
                 self._forward(forward, number, made.caller, made.saved)
                 made.outputs = [token for tokens in self._outputs for token in tokens]
                 before, latest = latest, self._held(made.outputs)

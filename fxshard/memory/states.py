@@ -82,7 +82,7 @@ MOMENTS = {
 PEAKS = {"forward": State.PEAK_FORWARD, "backward": State.PEAK_BACKWARD}
 
 
-class Rows:
+class StateRows:
     """The rows of the table of a step: each state of each call of each module.
 
     Attributes:

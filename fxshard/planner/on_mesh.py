@@ -35,7 +35,7 @@ EXAMPLE = "mesh={'dp': 8, 'tp': 4}"
 
 
 @dataclasses.dataclass(frozen=True)
-class OnMesh:
+class ModelOnMesh:
     """A model as a rank of a mesh has it.
 
     Attributes:
@@ -60,7 +60,7 @@ def there(
     mesh: Mapping[str, int] | None,
     parallelize: Parallelize | None,
     context: Context | None,
-) -> OnMesh:
+) -> ModelOnMesh:
     """The model on `world_size` ranks, or on a mesh: one of them is given.
 
     Raises:
@@ -80,7 +80,7 @@ def there(
         raise ConfigError(
             f"for how many ranks? Give world_size=8, or a mesh of several dimensions, {EXAMPLE}."
         )
-    return OnMesh(module, placed(module, config), world_size, contextlib.nullcontext)
+    return ModelOnMesh(module, placed(module, config), world_size, contextlib.nullcontext)
 
 
 def on_mesh(
@@ -89,7 +89,7 @@ def on_mesh(
     mesh: Any,
     parallelize: Parallelize | None = None,
     context: Context | None = None,
-) -> OnMesh:
+) -> ModelOnMesh:
     """`model` on the first rank of a mesh; it is not changed.
 
     Args:
@@ -129,7 +129,7 @@ def on_mesh(
         with ranks.there(), _entered(context, module, made):
             yield
 
-    return OnMesh(module, config, size, around, added)
+    return ModelOnMesh(module, config, size, around, added)
 
 
 @contextlib.contextmanager

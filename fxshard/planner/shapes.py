@@ -19,7 +19,7 @@ from fxshard.errors import CaptureError, ConfigError, UnitError
 from fxshard.hardware import Hardware
 from fxshard.ir.splitting import placed
 from fxshard.planner.batches import Batches
-from fxshard.planner.on_mesh import OnMesh, on_mesh
+from fxshard.planner.on_mesh import ModelOnMesh, on_mesh
 from fxshard.planner.result import TP, Together, Trial, Tuning
 from fxshard.planner.search import first_line
 from fxshard.planner.space import Candidate, given_space
@@ -36,7 +36,7 @@ FUNCTIONS = {  # what is called where a dimension has more than one rank, and wh
 
 
 def tuned_over_shapes(
-    step: Callable[[OnMesh], Workload],
+    step: Callable[[ModelOnMesh], Workload],
     module: nn.Module,
     config: Config,
     world_size: Any,
@@ -95,7 +95,7 @@ def tuned_over_shapes(
     return found_by(tuners, others)
 
 
-def ranks_together(mesh: Mapping[str, int], there: OnMesh) -> Together:
+def ranks_together(mesh: Mapping[str, int], there: ModelOnMesh) -> Together:
     """Which ranks compute a sample together on a mesh that is given.
 
     Raises:
@@ -161,13 +161,13 @@ def _on(
     shape: Together,
     parallelize: Parallelize | None,
     context: Context | None,
-) -> OnMesh:
+) -> ModelOnMesh:
     if world_size % shape.ranks:
         raise ConfigError(
             f"tp={shape.tp} x cp={shape.cp} ranks do not divide world_size={world_size}"
         )
     if shape.ranks == 1:
-        return OnMesh(module, placed(module, config), world_size, contextlib.nullcontext)
+        return ModelOnMesh(module, placed(module, config), world_size, contextlib.nullcontext)
     dims = {"dp_shard": world_size // shape.ranks, **shape.dims}
     if config.hybrid:
         raise ConfigError(

@@ -119,7 +119,7 @@ def _made(
     return _made(workload, observe, captures, steps, stems)
 
 
-class _Planner(Protocol):
+class _PlanSearch(Protocol):
     """`fxshard.planner.verbs`: what searches over plans."""
 
     def fitting(self, plan: Plan) -> Plan: ...
@@ -136,10 +136,10 @@ class _Planner(Protocol):
 
 
 @functools.cache
-def _planner() -> _Planner:
+def _planner() -> _PlanSearch:
     """The planner, which itself makes plans: the one import upward (docs/layout.md)."""
     found: Any = importlib.import_module("fxshard.planner.verbs")
-    planner: _Planner = found
+    planner: _PlanSearch = found
     return planner
 
 

@@ -164,7 +164,7 @@ def copies_marked(found: Any, of: DTensor) -> Any:
     return found
 
 
-class OnShards(modes.TorchDispatchMode):
+class RefuseLostWrites(modes.TorchDispatchMode):
     """Refuses writes that DTensor would lose silently.
 
     Where DTensor cannot make a view of the shards, it returns a view of a copy. Such copies are

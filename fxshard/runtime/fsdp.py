@@ -20,7 +20,7 @@ from fxshard.errors import ConfigError, StepError
 from fxshard.runtime import reduce_hooks, state
 from fxshard.runtime.gathering import let_gather
 from fxshard.runtime.runtime import Runtime
-from fxshard.runtime.unit_methods import UnitMethods, Unsharded
+from fxshard.runtime.unit_methods import UnitMethods, UnshardHandle
 from fxshard.runtime.world.c10d import C10dWorld
 
 
@@ -156,7 +156,7 @@ class FsdpMethods(UnitMethods):
         ):
             yield
 
-    def unshard(self, async_op: bool = False, **options: Any) -> Unsharded:
+    def unshard(self, async_op: bool = False, **options: Any) -> UnshardHandle:
         """Unshard parameters now, until `reshard`, or the next forward or backward; collective.
 
         At the end changes are written back; an optimizer may step the shards meanwhile.
@@ -176,7 +176,7 @@ class FsdpMethods(UnitMethods):
             self._fxshard.stage.gather(self._fxshard)
         else:
             self._fxshard.unshard(**options)
-        return Unsharded(self)
+        return UnshardHandle(self)
 
     def reshard(self) -> None:
         """End `unshard`: changes are written back, and parameters are sharded again; collective.

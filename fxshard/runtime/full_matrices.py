@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxshard._torch.dtensors import dtensor_like, local_part, sharded_like
 from fxshard.codegen import full_matrices, muon
-from fxshard.codegen.full_matrices import Exchange, Matrix, Place, Rounds, Update
+from fxshard.codegen.full_matrices import Exchange, Matrix, MatrixPlace, Rounds, Update
 from fxshard.errors import StepError
 from fxshard.memory.exchange import several_meshes
 from fxshard.runtime.replaced import PLACE
@@ -112,7 +112,7 @@ def _together(
 
 
 def _matrix(
-    place: Place, param: Tensor, tensor: Tensor, flops: Callable[[Tensor], int] | None
+    place: MatrixPlace, param: Tensor, tensor: Tensor, flops: Callable[[Tensor], int] | None
 ) -> Matrix:
     _require_alike(place, param, tensor)
     if not param.dim() or tensor.is_complex():
@@ -160,7 +160,7 @@ class _OnRanks:
         self._world.all_to_all(into, sent, received, given)
 
 
-def _place(param: Tensor) -> Place | None:
+def _place(param: Tensor) -> MatrixPlace | None:
     """Where the rows of a sharded parameter are; None: it is a plain one, or not ours."""
     reference, fqn = getattr(param, PLACE, (None, ""))
     store: Any = reference() if reference is not None else None
@@ -176,7 +176,7 @@ def _place(param: Tensor) -> Place | None:
         )
     if len(store.world.grids) > 1:
         raise StepError(several_meshes(fqn))
-    return Place(fqn, slot.layout, _exchange(store))
+    return MatrixPlace(fqn, slot.layout, _exchange(store))
 
 
 def _exchange(store: ReadableStore) -> _OnRanks:
@@ -184,13 +184,13 @@ def _exchange(store: ReadableStore) -> _OnRanks:
     return _OnRanks(store, store.world)
 
 
-def _group(place: Place) -> int:
+def _group(place: MatrixPlace) -> int:
     """A number of the ranks that update together, and of the model."""
     exchange = place.exchange
     return id(exchange._store) if isinstance(exchange, _OnRanks) else id(exchange)
 
 
-def _require_alike(place: Place, param: Tensor, tensor: Tensor) -> None:
+def _require_alike(place: MatrixPlace, param: Tensor, tensor: Tensor) -> None:
     placements = [t.placements if isinstance(t, DTensor) else None for t in (param, tensor)]
     if placements[0] != placements[1] or tensor.shape != param.shape:
         raise StepError(

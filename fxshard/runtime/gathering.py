@@ -40,7 +40,7 @@ from fxshard.runtime import dtensors, eager, full_matrices, parameter_gradients
 from fxshard.runtime.copies import (
     ACCESS,
     CopiedPart,
-    OnShards,
+    RefuseLostWrites,
     as_views,
     is_array,
     is_in_place,
@@ -54,7 +54,7 @@ from fxshard.runtime.copies import (
     storage,
     tensors_in,
 )
-from fxshard.runtime.replaced import PLACE, Alive, gather_as, place_of
+from fxshard.runtime.replaced import PLACE, StrongReference, gather_as, place_of
 from fxshard.runtime.runtime import Runtime
 from fxshard.runtime.sharding import Slot
 from fxshard.runtime.state import leave
@@ -256,7 +256,7 @@ def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
 def _tried_on_shards(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Let DTensor run a function: whether it can (full tensors may be needed), and its result."""
     try:
-        with OnShards():
+        with RefuseLostWrites():
             return True, func(*args, **kwargs)
     except FxshardError:
         raise
@@ -288,7 +288,7 @@ def let_gather(runtime: Runtime) -> None:
             if type(tensor) in (DTensor, GatheringTensor):  # the latter may be of an inner model's
                 dtensors.as_one_process(tensor.device_mesh, runtime.world)
                 tensor.__class__ = GatheringTensor
-                setattr(tensor, PLACE, (Alive(runtime), fqn))
+                setattr(tensor, PLACE, (StrongReference(runtime), fqn))
 
 
 @contextlib.contextmanager
@@ -438,7 +438,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = {id(t): sharded_like(t, into) for t in plain}
         on_rows = trees.exchanged(args, rows), trees.exchanged(kwargs, rows)
         if several:
-            with OnShards():
+            with RefuseLostWrites():
                 return func(*on_rows[0], **on_rows[1])
         done, found = _tried_on_shards(func, *on_rows)
         if done:

@@ -22,7 +22,7 @@ from fxshard.pipeline import make_program
 from fxshard.runtime import reading, replaced
 from fxshard.runtime.module import FxshardModule, sharded, unchanged_on_error
 from fxshard.runtime.sharding import Sharding, Slot, other_meshes
-from fxshard.runtime.variants import Traced
+from fxshard.runtime.variants import TracedProgram
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.runtime.world.mesh import world_for
@@ -99,7 +99,7 @@ def shard_model(sharding: Sharding, call: Call | None) -> FxshardModule:
         made = sharded(sharding)
         if call is not None and program is not None and reads is not None:
             made._fxshard.facts.attributes.reads = reads
-            made._fxshard.add(*call, Traced(program))
+            made._fxshard.add(*call, TracedProgram(program))
     slots = made._fxshard.slots.items()
     replaced.mark({fqn: before[fqn] for fqn, slot in slots if slot.tensor is not before[fqn]})
     return made

@@ -31,7 +31,7 @@ _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the states that they load are sharded
 
 
-class Alive(Generic[T]):
+class StrongReference(Generic[T]):
     """Called, it gives a runtime, as a weak reference does; it keeps the runtime alive.
 
     Parameters have one: whoever keeps a submodule or a parameter of a model computes with it as if
@@ -44,7 +44,7 @@ class Alive(Generic[T]):
     def __call__(self) -> T:
         return self._runtime
 
-    def __deepcopy__(self, memo: object) -> Alive[T]:
+    def __deepcopy__(self, memo: object) -> StrongReference[T]:
         return self
 
 
@@ -75,7 +75,7 @@ def place_of(tensor: Any) -> tuple[Weak[Any] | None, str]:
         tensor: the parameter, or what was made of it; (None, "") for any other.
     """
     reference, fqn = getattr(tensor, PLACE, (None, ""))
-    return Weak(reference()) if isinstance(reference, Alive) else reference, fqn
+    return Weak(reference()) if isinstance(reference, StrongReference) else reference, fqn
 
 
 def gather_as(tensor: Any, like: Any) -> Any:

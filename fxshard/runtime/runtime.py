@@ -36,7 +36,7 @@ from fxshard.plans.workload import Workload, without_data
 from fxshard.runtime import differing, state, transformed
 from fxshard.runtime.other_outputs import in_a_thread, next_starts, trained
 from fxshard.runtime.sharding import Sharding, other_meshes
-from fxshard.runtime.step import Call, Phases, Step, differentiated
+from fxshard.runtime.step import AutogradCall, Phases, Step, differentiated
 from fxshard.runtime.unit_calls import UnitCall
 from fxshard.runtime.variants import (
     KEPT,
@@ -45,7 +45,7 @@ from fxshard.runtime.variants import (
     STARTS,
     SUMS,
     Kind,
-    Traced,
+    TracedProgram,
     Variant,
     functions_traced,
     reason_for,
@@ -195,10 +195,10 @@ class Runtime(Phases):
                 starting = self.starting
             if self.stage is not None:
                 self.stage.gather(self)
-                call = Call(self, variant, [""], starting)
+                call = AutogradCall(self, variant, [""], starting)
                 outputs = list(Step.apply(call, self.stage.anchor, *batch))
                 return self._returned(signature, outputs)
-            call = Call(self, variant, names, starting)
+            call = AutogradCall(self, variant, names, starting)
             if "backward" in variant.executor.communicates:
                 self.world.await_backward(call)
             outputs = list(Step.apply(call, *map(self.param, names), *batch))
@@ -278,7 +278,7 @@ class Runtime(Phases):
         if found is None:
             program = self._completed(args, kwargs, kind, mine.traced, common)
             self.agree(program)
-            found = self.add(args, kwargs, Traced(program), ranks=common.digest)
+            found = self.add(args, kwargs, TracedProgram(program), ranks=common.digest)
         return found
 
     def _completed(
@@ -286,7 +286,7 @@ class Runtime(Phases):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kind: Kind,
-        traced: Traced,
+        traced: TracedProgram,
         common: Needs,
     ) -> Program:
         """What was traced, completed. Of the programs that were, the oldest is dropped where there
@@ -303,7 +303,7 @@ class Runtime(Phases):
         notice(f"program {len(self.variants) + 1} ({RANKS} is new): {took}")
         return program
 
-    def starting(self, call: Call, given: Given, arrived: tuple[int, ...]) -> Variant:
+    def starting(self, call: AutogradCall, given: Given, arrived: tuple[int, ...]) -> Variant:
         """The program of a call that has run, for a backward from other outputs.
 
         Calls of this kind start backward there from now on (`other_outputs.next_starts`).
@@ -339,7 +339,7 @@ class Runtime(Phases):
         if tangents is not None:
             self._starts[self.kind(*given).bare()] = [tangents]
 
-    def _starting(self, call: Call, given: Given, arrived: tuple[int, ...]) -> Kind:
+    def _starting(self, call: AutogradCall, given: Given, arrived: tuple[int, ...]) -> Kind:
         """The kind of call that the program of `starting` serves."""
         before, now = call.variant.kind, self.kind(*given)
         if now.bare() != before.bare():
@@ -418,7 +418,7 @@ class Runtime(Phases):
         lines = agreement(program)
         self._agreed[digest(lines)] = lines
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Traced:
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> TracedProgram:
         """Trace a program for a kind of call that no other serves; log why and the time taken."""
         reason = reason_for(kind, self.variants.values())
         if VARIABLES in reason and self.facts.variables.changed:
@@ -446,7 +446,7 @@ class Runtime(Phases):
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         domain = f"; {program.domain.text}" if program.domain is not None else ""
         notice(f"program {len(self.variants) + 1} ({reason}): {took}{domain}")
-        return Traced(program, symbols, captures if self.config.ranks_may_differ else {})
+        return TracedProgram(program, symbols, captures if self.config.ranks_may_differ else {})
 
     def _ways(self) -> int:
         """How many programs there are, without those that were completed for other ranks."""
@@ -466,7 +466,7 @@ class Runtime(Phases):
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        traced: Traced,
+        traced: TracedProgram,
         ranks: str | None = None,
     ) -> Variant:
         """Let a program serve this kind of call; all ranks agree on it, unless they may differ.
@@ -498,7 +498,7 @@ class Runtime(Phases):
             kind,
             self.plan_of(kind, program, model, call, config),
             self.executor_of(program),
-            Traced(program),
+            TracedProgram(program),
         )
 
     def plan_of(

@@ -219,7 +219,7 @@ class Phases(UnshardableStore):
 
 
 @dataclasses.dataclass
-class Call:
+class AutogradCall:
     """One call on its way through autograd.
 
     Attributes:
@@ -234,7 +234,7 @@ class Call:
     runtime: Phases
     variant: Variant
     params: list[str]
-    starting: Callable[[Call, Any, tuple[int, ...]], Variant] | None = None
+    starting: Callable[[AutogradCall, Any, tuple[int, ...]], Variant] | None = None
     shared: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -248,7 +248,7 @@ class Step(autograd.UncapturedFunction):
     boxed_grads_call = True
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: AutogradCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         batch = tensors[len(call.params) :]
         executor = call.variant.executor
         draws = call.starting is not None and "forward" in executor.draws
@@ -376,7 +376,7 @@ def _without_sums(runtime: Phases) -> Iterator[None]:
         runtime.accumulated, runtime.reach = sums, reach
 
 
-def _add_ignored(call: Call, results: list[list[Tensor]]) -> None:
+def _add_ignored(call: AutogradCall, results: list[list[Tensor]]) -> None:
     """Add the gradients of ignored parameters of a stage to their ``.grad``, as autograd would."""
     for result, grad in zip(
         (r for r in call.variant.program.results if r.kind != "output"), results[0], strict=True
@@ -386,7 +386,9 @@ def _add_ignored(call: Call, results: list[list[Tensor]]) -> None:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-def _unchanged(ctx: Any, arrived: tuple[int, ...], kept: bool) -> tuple[Call, list[list[Tensor]]]:
+def _unchanged(
+    ctx: Any, arrived: tuple[int, ...], kept: bool
+) -> tuple[AutogradCall, list[list[Tensor]]]:
     """The call to run backward of, and its saved values, per rank of this process.
 
     It is the one that ran forward, if its program starts backward where gradients have arrived; if
@@ -400,7 +402,7 @@ def _unchanged(ctx: Any, arrived: tuple[int, ...], kept: bool) -> tuple[Call, li
     Raises:
         StepError: what forward has read was changed, or it cannot run again.
     """
-    call: Call = ctx.call
+    call: AutogradCall = ctx.call
     signature = call.variant.program.signature
     others = [position for position in arrived if position not in signature.tangents]
     elsewhere = bool(others)
@@ -437,7 +439,7 @@ def _unchanged(ctx: Any, arrived: tuple[int, ...], kept: bool) -> tuple[Call, li
     return call, copies
 
 
-def _require_parameters(ctx: Any, call: Call) -> None:
+def _require_parameters(ctx: Any, call: AutogradCall) -> None:
     """Raise StepError if this backward drops gradients that it steps or accumulates."""
     runtime, program = call.runtime, call.variant.program
     stepped, sums = program.optimizer_in_backward, runtime.accumulated or runtime.partial
@@ -466,7 +468,7 @@ def _keep_identities(outputs: list[Any], repeats: Sequence[tuple[int, int]]) -> 
 
 
 @contextlib.contextmanager
-def undone_or_refused(call: Call) -> Iterator[None]:
+def undone_or_refused(call: AutogradCall) -> Iterator[None]:
     """After an exception in backward, restore the sums of gradients, or refuse further calls.
 
     Calls are refused if backward has already added to accumulated gradients or stepped parameters.
@@ -514,7 +516,7 @@ def undone_or_refused(call: Call) -> Iterator[None]:
 
 
 def _versions(
-    call: Call, batch: Sequence[Tensor], nodes: Sequence[fx.Node]
+    call: AutogradCall, batch: Sequence[Tensor], nodes: Sequence[fx.Node]
 ) -> list[tuple[str, tuple[int, ...]]]:
     """How often each tensor of the caller among some placeholders has been changed in place."""
     program, slots, version = call.variant.program, call.runtime.slots, autograd.version
@@ -558,7 +560,7 @@ def _laid_out(grad: Tensor | None, node: fx.Node, shape: torch.Size) -> Tensor:
 
 
 def _backward_arguments(
-    call: Call,
+    call: AutogradCall,
     executor: Executor,
     batch: Sequence[Tensor],
     saved: list[list[Tensor]],
@@ -585,7 +587,7 @@ def _backward_arguments(
 
 
 def _gradients(
-    call: Call, results: list[list[Tensor]], inputs: int, unused: frozenset[str]
+    call: AutogradCall, results: list[list[Tensor]], inputs: int, unused: frozenset[str]
 ) -> list[Tensor | None]:
     """Gradients in the order of `Step.forward`'s tensors; None for those that are `unused`."""
     program = call.variant.program

@@ -328,7 +328,7 @@ class UnitMethods(nn.Module):
             runtime.stage.gather(runtime)
         else:
             runtime.unshard_unit(own)
-        return Unsharded(self)
+        return UnshardHandle(self)
 
     def reshard(self) -> None:
         """End `unshard`: changes are written back, and parameters are sharded again; collective.
@@ -350,7 +350,7 @@ class UnitMethods(nn.Module):
         )
 
 
-class Unsharded:
+class UnshardHandle:
     """The handle that `unshard` returns; leaving its with block reshards."""
 
     def __init__(self, module: UnitMethods) -> None:
@@ -359,7 +359,7 @@ class Unsharded:
     def wait(self) -> None:
         """Nothing is left to wait for."""
 
-    def __enter__(self) -> Unsharded:
+    def __enter__(self) -> UnshardHandle:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -168,7 +168,7 @@ def functions_traced(args: Any, kwargs: Any) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class TracedProgram:
     """A new program.
 
     Attributes:
@@ -195,7 +195,7 @@ class Variant:
     kind: Kind
     plan: Plan
     executor: Executor
-    traced: Traced
+    traced: TracedProgram
     _holds: dict[Sizes, bool] = dataclasses.field(default_factory=dict, repr=False)  # of late
     _without: dict[frozenset[int], Executor] = dataclasses.field(default_factory=dict, repr=False)
 

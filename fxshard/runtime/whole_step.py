@@ -27,8 +27,8 @@ from fxshard.memory.report import MemoryReport
 from fxshard.plans.plan import Plan
 from fxshard.runtime.module import FxshardModule
 from fxshard.runtime.runtime import Runtime
-from fxshard.runtime.step import Call, undone_or_refused
-from fxshard.runtime.variants import Kind, Traced, Variant, reason_for
+from fxshard.runtime.step import AutogradCall, undone_or_refused
+from fxshard.runtime.variants import Kind, TracedProgram, Variant, reason_for
 
 LOOP = "train by a loop: loss = loss_fn(model(batch), target); loss.backward(); optimizer.step()"
 
@@ -75,7 +75,7 @@ class CompiledStep:
             call, program, reads = traced
             runtime = self._runtime
             runtime.facts.attributes.reads = reads
-            self._last = self._add(self._kind(*call), *call, Traced(program))
+            self._last = self._add(self._kind(*call), *call, TracedProgram(program))
             runtime.note_agreed(program)
 
     @property
@@ -132,7 +132,7 @@ class CompiledStep:
         flat, _ = trees.tree_flatten((args, kwargs))
         rows = runtime.arguments(variant, [flat[i] for i in program.signature.tensor_inputs])
         del flat
-        call = Call(runtime, variant, [])
+        call = AutogradCall(runtime, variant, [])
         runtime.reach.begin(program, program.signature.tangents, runtime.world, [])
         with torch.no_grad(), runtime.as_traced(variant), undone_or_refused(call):
             results = variant.executor.step(rows)
@@ -208,7 +208,7 @@ class CompiledStep:
         if why:
             raise StepError(f"a step of {ASKED}: {why}.")
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> Traced:
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Kind) -> TracedProgram:
         runtime = self._runtime
         reason = reason_for(kind, self._variants.values())
         if len(self._variants) >= runtime.config.max_variants:
@@ -225,10 +225,10 @@ class CompiledStep:
             )
         took = f"{time.perf_counter() - start:.1f} s, {len(program.graph.nodes)} nodes"
         notice(f"step {len(self._variants) + 1} ({reason}): {took}")
-        return Traced(program)
+        return TracedProgram(program)
 
     def _add(
-        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Traced
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], traced: TracedProgram
     ) -> Variant:
         runtime = self._runtime
         executor = runtime.executor_of(traced.program)

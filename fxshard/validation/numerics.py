@@ -274,7 +274,7 @@ def judged(row: Difference, eager: Seen, exact: Seen | None) -> Difference:
 # -- the compiled step -----------------------------------------------------------------------------
 
 
-class _Watched(Runtime):
+class _InProcessRuntime(Runtime):
     """Keeps the gradients that ``optimizer_in_backward`` steps with."""
 
     def __init__(self, *given: Any) -> None:
@@ -299,9 +299,9 @@ def _compiled(work: Workload) -> tuple[Seen, Program]:
     units = configured_units(module, work.config)
     others = meshes.grids(work.config, meshes.of_units(units), replicas, shards)
     world = InProcessWorld(shards, replicas, others)
-    model = sharded(Sharding(module, units, world, work.config), kind=_Watched)
+    model = sharded(Sharding(module, units, world, work.config), kind=_InProcessRuntime)
     runtime = model._fxshard
-    assert isinstance(runtime, _Watched)
+    assert isinstance(runtime, _InProcessRuntime)
     seen, program = micro_batches(model, work, lambda i: SEED + i)
     for fqn, param in model.named_parameters():
         if param.grad is not None:

@@ -83,7 +83,7 @@ from fxshard.validation.tracker import Measured
 
 
 @dataclasses.dataclass
-class Part:
+class TensorPart:
     """What one rank holds of a tensor.
 
     Attributes:
@@ -109,8 +109,8 @@ class Left:
     """
 
     own: Seen
-    grads: dict[str, Part]
-    params: dict[str, Part]
+    grads: dict[str, TensorPart]
+    params: dict[str, TensorPart]
 
 
 def beside_ranks(
@@ -138,7 +138,7 @@ def beside_ranks(
     """
     calls = batches(work, math.prod(grid(work.world_size, work.config)))
     ranks = len(calls) if parallel is None else parallel.ranks
-    found: list[Found] = processes.run(run_rank, packed(work, calls, steps, parallel), ranks)
+    found: list[RankResult] = processes.run(run_rank, packed(work, calls, steps, parallel), ranks)
     result = compare(report, split_steps(found[0].measured, steps, work.micro_batches))
     result.peaks, result.batches = tuple(_peak(each.measured) for each in found), len(calls)
     lefts = [each.lefts for each in found]
@@ -254,7 +254,7 @@ def _peak(phases: list[Measured]) -> int:
 
 
 @dataclasses.dataclass
-class Found:
+class RankResult:
     """What a rank sends back.
 
     Attributes:
@@ -268,7 +268,7 @@ class Found:
     measured: list[Measured]
 
 
-def run_rank(rank: int, job: tuple[Workload, list[Call], int, Parallel | None]) -> Found:
+def run_rank(rank: int, job: tuple[Workload, list[Call], int, Parallel | None]) -> RankResult:
     """The results of one rank."""
     work, calls, steps, parallel = job
     if parallel is None:
@@ -279,10 +279,10 @@ def run_rank(rank: int, job: tuple[Workload, list[Call], int, Parallel | None]) 
     run = dataclasses.replace(run, call=calls[number])
     lefts = _steps(run, sharding, number, steps, part if parallel is None else _whole)
     work = dataclasses.replace(work, call=calls[number])
-    return Found(number, lefts, tracked(work, steps, parallel))
+    return RankResult(number, lefts, tracked(work, steps, parallel))
 
 
-class _Watched(Runtime):
+class _RankRuntime(Runtime):
     """Keeps the gradients that ``optimizer_in_backward`` steps with."""
 
     def __init__(self, *given: Any) -> None:
@@ -301,13 +301,17 @@ class _Watched(Runtime):
 
 
 def _steps(
-    work: Workload, sharding: Sharding, number: int, steps: int, held: Callable[[Tensor], Part]
+    work: Workload,
+    sharding: Sharding,
+    number: int,
+    steps: int,
+    held: Callable[[Tensor], TensorPart],
 ) -> list[Left]:
     """Train the model of this rank, whose batch has a number; `held` takes a parameter's rows."""
     config = work.config
-    model = sharded(sharding, kind=_Watched)
+    model = sharded(sharding, kind=_RankRuntime)
     runtime = model._fxshard
-    assert isinstance(runtime, _Watched)
+    assert isinstance(runtime, _RankRuntime)
     optimizer = None
     if config.optimizer_in_backward:
         optimizer = model.optimizer  # steps what it has left: ignored parameters
@@ -338,10 +342,10 @@ def _seed(rank: int, step: int, micro_batch: int) -> int:
     return SEED + 1_000_000 * rank + 1_000 * step + micro_batch
 
 
-def part(tensor: Tensor) -> Part:
+def part(tensor: Tensor) -> TensorPart:
     """What this rank holds of a parameter or gradient."""
     if not isinstance(tensor, DTensor):
-        return Part(plain(tensor), None, 0)
+        return TensorPart(plain(tensor), None, 0)
     where = tensor.device_mesh.get_coordinate()
     assert where is not None  # a rank of the mesh
     shard, replica, dim = None, 0, 0
@@ -350,12 +354,12 @@ def part(tensor: Tensor) -> Part:
             shard, dim = place, placement.dim
         else:
             replica = place
-    return Part(plain(tensor.to_local()), shard, replica, dim)
+    return TensorPart(plain(tensor.to_local()), shard, replica, dim)
 
 
-def _whole(tensor: Tensor) -> Part:
+def _whole(tensor: Tensor) -> TensorPart:
     """All of a parameter or gradient, as this rank sees it; collective over the ranks."""
-    return Part(plain(tensor), None, 0)
+    return TensorPart(plain(tensor), None, 0)
 
 
 # -- eager -----------------------------------------------------------------------------------------
@@ -398,7 +402,7 @@ def _of_ranks(seen: Sequence[Seen]) -> Seen:
     }
 
 
-def _places(params: Sequence[dict[str, Part]]) -> dict[str, list[tuple[str, int]]]:
+def _places(params: Sequence[dict[str, TensorPart]]) -> dict[str, list[tuple[str, int]]]:
     """Per parameter and copy of it: a suffix for its name, and a rank that holds it."""
     found: dict[str, list[tuple[str, int]]] = {}
     for fqn in params[0]:
@@ -430,13 +434,13 @@ def _same(fqn: str, first: Left, other: Left) -> bool:
     return all(_equal(a.get(fqn), b.get(fqn)) for a, b in pairs)
 
 
-def _equal(first: Part | None, other: Part | None) -> bool:
+def _equal(first: TensorPart | None, other: TensorPart | None) -> bool:
     if first is None or other is None:
         return first is other
     return difference(("", ""), first.tensor, other.tensor).verdict == "bitwise"
 
 
-def _joined(parts: Sequence[dict[str, Part]], rank: int, fqn: str) -> Tensor | None:
+def _joined(parts: Sequence[dict[str, TensorPart]], rank: int, fqn: str) -> Tensor | None:
     """The full tensor of which `rank` holds a part; None if a part is missing."""
     held = [each.get(fqn) for each in parts]
     mine = held[rank]
@@ -499,7 +503,7 @@ class _Eager:
             return None
         return agreeing(exact, eager, coarsest_dtype(self.program))
 
-    def step(self, grads: Sequence[dict[str, Part]]) -> None:
+    def step(self, grads: Sequence[dict[str, TensorPart]]) -> None:
         """Let the optimizers step with the gradients that the ranks had."""
         for number, params in enumerate(self.params):
             first = self.positions.index(number)

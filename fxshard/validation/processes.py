@@ -37,7 +37,7 @@ class _Failure(str):
     """Why a rank has no result; sent in place of it."""
 
 
-class _Unreadable(_Failure):
+class _UnpicklingFailure(_Failure):
     """The rank could not unpickle what it was sent."""
 
 
@@ -111,7 +111,7 @@ def _collected(
                 answer = pickle.loads(each.recv_bytes())
             except (EOFError, OSError):
                 raise RankDiedError(_death(rank, processes[rank])) from None
-            if isinstance(answer, _Unreadable):
+            if isinstance(answer, _UnpicklingFailure):
                 raise ConfigError(
                     f"a rank cannot read what it is sent: {answer}. Define classes and functions "
                     f"in a module that can be imported; or give ranks='fake', which starts none."
@@ -167,5 +167,5 @@ def _answer(rank: int, sent: bytes) -> bytes:
     try:
         job, payload = pickle.load(stream), pickle.load(stream)
     except Exception as error:
-        return pickle.dumps(_Unreadable(f"{type(error).__name__}: {error}"))
+        return pickle.dumps(_UnpicklingFailure(f"{type(error).__name__}: {error}"))
     return pickle.dumps(job(rank, payload))

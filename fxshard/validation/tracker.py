@@ -45,7 +45,7 @@ class Measured:
 
 
 @dataclasses.dataclass
-class _Storage:
+class _TrackedStorage:
     category: Category  # when it was born
     bytes: int
     now: Category
@@ -54,7 +54,7 @@ class _Storage:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Event:
+class _TrackedEvent:
     kind: str  # "alloc", "ran", "free", "label", "begin", "point"
     number: int = -1
     label: Category | None = None
@@ -75,8 +75,8 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self._offloaded = offloaded
         self._collectives = EagerCollectives()
-        self._storages: list[_Storage] = []
-        self._events: list[_Event] = []
+        self._storages: list[_TrackedStorage] = []
+        self._events: list[_TrackedEvent] = []
         self._numbers: dict[int, int] = {}  # id of a live storage -> its number
         self._references: dict[int, Any] = {}
         self._packed: set[int] = set()  # storages of what is gathered and copied out of
@@ -91,11 +91,11 @@ class Tracker(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         """A phase begins."""
         self.phase = phase
-        self._events.append(_Event("begin", phase=phase))
+        self._events.append(_TrackedEvent("begin", phase=phase))
 
     def at(self) -> None:
         """A point: bytes are counted here."""
-        self._events.append(_Event("point"))
+        self._events.append(_TrackedEvent("point"))
 
     def know(self, tensors: Iterable[Tensor], category: Category, host: bool = False) -> None:
         """Tensors that exist before the recording."""
@@ -116,7 +116,7 @@ class Tracker(TorchDispatchMode):
         storage = self._storages[number]
         storage.now = category
         if number in self._arrived:
-            self._events[self._arrived[number]] = _Event("label", number, category)
+            self._events[self._arrived[number]] = _TrackedEvent("label", number, category)
         else:
             storage.category = category
 
@@ -166,7 +166,7 @@ class Tracker(TorchDispatchMode):
         if self.phase in ("loss", "loss backward") and func not in _OF_NEW_DATA:
             self._read((args, kwargs))
         result = self._collectives.run(func, args, kwargs)
-        self._events.append(_Event("ran"))  # what dies after it is still alive
+        self._events.append(_TrackedEvent("ran"))  # what dies after it is still alive
         leaves, _ = tree_flatten(result)
         default = Category.ACTIVATION if self.phase in ("forward", "loss") else Category.TEMP
         host = self._offloaded and (self.phase == "optimizer" or self._in_step)
@@ -218,7 +218,7 @@ class Tracker(TorchDispatchMode):
     def _label(self, number: int, category: Category) -> None:
         """Change the category of a storage from now on."""
         self._storages[number].now = category
-        self._events.append(_Event("label", number, category))
+        self._events.append(_TrackedEvent("label", number, category))
 
     def sent(self, tensors: Iterable[Tensor]) -> None:
         """Tensors go into a reduction."""
@@ -253,14 +253,14 @@ class Tracker(TorchDispatchMode):
         if key in self._numbers:
             return
         number = len(self._storages)
-        self._storages.append(_Storage(category, storage.nbytes(), category, host))
+        self._storages.append(_TrackedStorage(category, storage.nbytes(), category, host))
         self._numbers[key] = number
-        self._events.append(_Event("alloc", number))
+        self._events.append(_TrackedEvent("alloc", number))
 
         def died(_: Any) -> None:
             self._numbers.pop(key, None)
             self._references.pop(number, None)
-            self._events.append(_Event("free", number))
+            self._events.append(_TrackedEvent("free", number))
 
         self._references[number] = weakref.ref(storage, died)
 
@@ -294,7 +294,7 @@ class Tracker(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0:
-                self._events.append(_Event("free", self._numbers[id(storage)]))
+                self._events.append(_TrackedEvent("free", self._numbers[id(storage)]))
 
     # -- results ----------------------------------------------------------------------------------
 

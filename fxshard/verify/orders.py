@@ -54,7 +54,7 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class OrderStep:
     """One thing that happens, in the order in which the host issues it.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Access:
         self.reads: dict[tags.Stream, tuple[int, fx.Node]] = {}
 
 
-def steps(program: Program) -> Iterator[Step]:
+def steps(program: Program) -> Iterator[OrderStep]:
     """What happens in `program`, and what must be over before; streams are those of the tags.
 
     Linear in operators times storages of each: per storage only the last accesses are kept.
@@ -141,22 +141,22 @@ class _Walker:
         self.positions[stream] = self.positions.get(stream, 0) + 1
         return self.positions[stream]
 
-    def entry(self, node: fx.Node) -> Step:
+    def entry(self, node: fx.Node) -> OrderStep:
         """The caller has written the inputs, and has used memory that is free now."""
         position = self.advance("compute")
         phase = tags.get(node).phase
         for storage in self.given[phase]:
             self.accesses[storage] = _Access("compute", position, None)
         self.freed["compute"] = Need(position, None, REUSED)
-        return Step("entry", node, "compute", position, {})
+        return OrderStep("entry", node, "compute", position, {})
 
-    def end(self, node: fx.Node) -> Step:
+    def end(self, node: fx.Node) -> OrderStep:
         """The caller may write or give back anything."""
         needs: dict[tags.Stream, Need] = {}
         needs |= {stream: need for stream, need in self.touched.items() if stream != "compute"}
-        return Step("end", node, "compute", self.positions["compute"], needs)
+        return OrderStep("end", node, "compute", self.positions["compute"], needs)
 
-    def run(self, node: fx.Node) -> Step:
+    def run(self, node: fx.Node) -> OrderStep:
         stream = tags.get(node).stream
         position = self.advance(stream)
         needs: dict[tags.Stream, Need] = {}
@@ -185,7 +185,7 @@ class _Walker:
             self.touched[stream] = Need(position, node, "ends the phase without")
             if stream == "compute":
                 self.freed[stream] = Need(position, node, REUSED)
-        return Step("run", node, stream, position, needs)
+        return OrderStep("run", node, stream, position, needs)
 
     def touches(self, node: fx.Node) -> tuple[Storages, Storages, Storages]:
         """Storages that `node` reads, writes, and makes."""

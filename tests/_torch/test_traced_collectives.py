@@ -79,7 +79,7 @@ def test_what_a_collective_repeats_is_noted() -> None:
 def test_groups_of_equal_ranks_are_told_apart_by_when_they_were_made() -> None:
     with fake_process_group(0, 4):
         made = [dist.new_group([0, 1]) for _ in range(2)] + [dist.new_group([0, 2])]
-        found = [traced_collectives.Ranks.of(group.group_name) for group in made]
+        found = [traced_collectives.CollectiveRanks.of(group.group_name) for group in made]
     assert [(each.name, each.number) for each in found] == [
         *(("group of 2", 0), ("group of 2", 1), ("group of 2 stride 2", 0)),
     ]
@@ -89,8 +89,8 @@ def test_groups_of_a_mesh_are_named_by_their_dimension() -> None:
     with fake_process_group(0, 6):
         mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
         names = [mesh[name].get_group().group_name for name in ("dp", "tp")]
-        found = [traced_collectives.Ranks.of(name) for name in names]
-        other = traced_collectives.Ranks.of(dist.new_group([0, 5]).group_name)
+        found = [traced_collectives.CollectiveRanks.of(name) for name in names]
+        other = traced_collectives.CollectiveRanks.of(dist.new_group([0, 5]).group_name)
     assert [(each.name, each.size, each.stride) for each in found] == [("dp", 3, 2), ("tp", 2, 1)]
     assert (other.name, other.size, other.stride) == ("group of 2 stride 5", 2, 5)
 

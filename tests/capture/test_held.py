@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from fxshard.capture.held import Snapshot
+from fxshard.capture.held import ModelSnapshot
 
 SOURCE = """
 from torch import nn
@@ -41,7 +41,7 @@ def model(body: str) -> tuple[Any, dict[str, Any]]:
 
 
 def holds(net: nn.Module, value: Any) -> bool:
-    return any(holder is value for holder, _ in Snapshot(net).code)
+    return any(holder is value for holder, _ in ModelSnapshot(net).code)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_functions_name_of_their_file(body: str, found: set[str]) -> None:
 
 def test_numbers_are_put_back_where_code_counts() -> None:
     net, here = model("helper(x)")
-    before = Snapshot(net)
+    before = ModelSnapshot(net)
     net(2)
     assert (here["total"], here["counts"]["calls"]) == (1, 1)
     before.restore()
@@ -70,4 +70,4 @@ def test_numbers_are_put_back_where_code_counts() -> None:
 
 
 def test_tensors_are_not_held() -> None:
-    assert not any(isinstance(holder, Tensor) for holder, _ in Snapshot(nn.Linear(2, 2)).code)
+    assert not any(isinstance(holder, Tensor) for holder, _ in ModelSnapshot(nn.Linear(2, 2)).code)

@@ -19,7 +19,7 @@ from fxshard._torch import fake_tensors, inductor
 from fxshard.codegen import regions
 from fxshard.errors import StepError
 from fxshard.ir import tags
-from fxshard.ir.compiled import Compiled, Step, stays_apart
+from fxshard.ir.compiled import Compiled, RegionStep, stays_apart
 from fxshard.passes.compile_regions import CompileRegions
 from tests.fsdp2 import assert_close, run_steps
 from tests.oracles import profiler_peak_bytes
@@ -405,10 +405,10 @@ def test_steps_by_hand() -> None:
     )
     steps, outputs = regions.lifetimes(graph, code, mode)
     assert steps == (
-        Step("cpp_fused_0", ((1, 128),), (0,)),
-        Step("mm", ((2, 128),), ()),
-        Step("aten.add.Tensor", ((3, 128),), (1,)),
-        Step("", (), (2,)),  # its last view goes when the function returns
+        RegionStep("cpp_fused_0", ((1, 128),), (0,)),
+        RegionStep("mm", ((2, 128),), ()),
+        RegionStep("aten.add.Tensor", ((3, 128),), (1,)),
+        RegionStep("", (), (2,)),  # its last view goes when the function returns
     )
     assert outputs == (3,)
 
@@ -523,7 +523,7 @@ def _fill(args: list[Tensor], graph: fx.Graph) -> None:
         args.append(view)
 
 
-def _peak(graph: fx.Graph, steps: tuple[Step, ...]) -> int:
+def _peak(graph: fx.Graph, steps: tuple[RegionStep, ...]) -> int:
     """Bytes above those of the arguments, all of which die inside."""
     places = graph.find_nodes(op="placeholder")
     held = {id(s): s.nbytes() for node in places for s in tags.storages(node)}

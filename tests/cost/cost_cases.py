@@ -76,7 +76,7 @@ def preset(name: str, *options: str) -> fxshard.Plan:
     parser = argparse.ArgumentParser()
     model_source.add_arguments(parser)
     args = parser.parse_args(["--hf-config", name, *options])
-    model, inputs, keywords = model_source.load(model_source.Source.of(args), "meta")
+    model, inputs, keywords = model_source.load(model_source.ModelSource.of(args), "meta")
     return fxshard.plan(
         model, inputs, keywords, world_size=args.world_size, **model_source.options(args)
     )

@@ -14,7 +14,7 @@ from fxshard.codegen import full_matrices
 from fxshard.memory.category import CATEGORIES, Category
 from fxshard.memory.optimizer import trace_step
 from fxshard.memory.optimizer_step import OptimizerStep
-from fxshard.memory.recording import Event
+from fxshard.memory.recording import OperatorEvent
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
 from fxshard.validation.tracker import Measured
@@ -37,7 +37,7 @@ def planned(ranks: int, name: str, **options: Any) -> Any:
     return fxshard.plan(built(), (batch(0, 0),), world_size=ranks, **options)
 
 
-def most(events: Sequence[Event], step: OptimizerStep) -> int:
+def most(events: Sequence[OperatorEvent], step: OptimizerStep) -> int:
     """Bytes alive at most, besides the state."""
     live, peak, sizes = 0, 0, dict[int, int]()
     for event in events:

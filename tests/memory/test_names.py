@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxshard
 from fxshard.errors import UnitError
 from fxshard.ir import splitting
-from fxshard.memory.views.plots import Curve, plot_curves
+from fxshard.memory.views.plots import PeakCurve, plot_curves
 
 ODD = (
     "</script><img src=x onerror=alert(1)>",
@@ -130,6 +130,6 @@ def test_a_name_is_no_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_names_of_sizes_are_no_formulas_in_plots(tmp_path: Path) -> None:
-    curves = [Curve(r"$\frac", (1, 2), (3, 4), r"$x_{")]
+    curves = [PeakCurve(r"$\frac", (1, 2), (3, 4), r"$x_{")]
     plot_curves(tmp_path / "curves.png", curves)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

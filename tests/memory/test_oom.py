@@ -15,7 +15,7 @@ from fxshard.errors import ConfigError
 from fxshard.memory.category import Category
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.oom.explain import OomExplanation, Planned, explain_oom
-from fxshard.memory.oom.moments import Moment
+from fxshard.memory.oom.moments import AllocatorMoment
 from tests.memory.snapshots import (
     ADAMW,
     ENGINE,
@@ -34,7 +34,7 @@ def explained(program: Program, path: Path, **how: Any) -> OomExplanation:
     return explain_oom(program.dump(path / "snapshot.pickle", **how))
 
 
-def categories(moment: Moment) -> dict[str, int]:
+def categories(moment: AllocatorMoment) -> dict[str, int]:
     return {name: size for (name,), (size, _) in moment.by("category").items()}
 
 

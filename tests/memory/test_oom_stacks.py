@@ -14,7 +14,7 @@ from fxshard._torch import process_groups
 from fxshard.memory.category import Category
 from fxshard.memory.oom.explain import explain_oom
 from fxshard.memory.oom.snapshot import Frame
-from fxshard.memory.oom.stacks import BACKWARD, UNKNOWN, Origin, origin
+from fxshard.memory.oom.stacks import BACKWARD, UNKNOWN, StackOrigin, origin
 from tests.memory.recorded import recorded
 from tests.memory.snapshots import TORCH, Program
 
@@ -108,7 +108,7 @@ def test_the_peak_of_a_real_step_has_its_gathers_and_reductions(tmp_path: Path) 
 # -- rules, by hand --------------------------------------------------------------------------------
 
 
-def told(*frames: tuple[str, str], **how: Any) -> Origin:
+def told(*frames: tuple[str, str], **how: Any) -> StackOrigin:
     return origin(tuple(Frame(p.replace("torch:", TORCH), 7, f) for p, f in frames), **how)
 
 

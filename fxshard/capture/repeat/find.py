@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fxshard._torch import modules as torch_modules
-from fxshard.capture.repeat.places import Item, Run, Unproven, relations
+from fxshard.capture.repeat.places import BlockRun, SequenceItem, Unproven, relations
 from fxshard.capture.repeat.rehearse import Rehearsal
 
 DEEP = 7  # blocks of a list below which a capture is not worth a rehearsal
@@ -21,7 +21,7 @@ LEFT = 1  # periods that stay in front of those left out, and
 RIGHT = (2, 4)  # after them: more where sums of gradients reach over blocks
 
 
-def lists(model: nn.Module) -> tuple[list[Run], str | None]:
+def lists(model: nn.Module) -> tuple[list[BlockRun], str | None]:
     """The lists of blocks of `model` that are deep enough; siblings with like names are one run.
 
     Lists inside of the blocks of another one stay with their block. A text says why a list that is
@@ -43,14 +43,14 @@ def lists(model: nn.Module) -> tuple[list[Run], str | None]:
     siblings: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for path, of in outer:
         siblings.setdefault((path.rpartition(".")[0], of), []).append(path)
-    return [Run(tuple(paths), of) for (_, of), paths in siblings.items()], why
+    return [BlockRun(tuple(paths), of) for (_, of), paths in siblings.items()], why
 
 
 def _inside(path: str, other: str) -> bool:
     return path != other and path.startswith(f"{other}." if other else "")
 
 
-def repeats(model: nn.Module, run: Run, full: Rehearsal, right: int) -> Run | str:
+def repeats(model: nn.Module, run: BlockRun, full: Rehearsal, right: int) -> BlockRun | str:
     """`run` with the blocks that can be left out, or why none can.
 
     Args:
@@ -60,9 +60,9 @@ def repeats(model: nn.Module, run: Run, full: Rehearsal, right: int) -> Run | st
         sequences = full.sequences((run,))
     except Unproven as reason:
         return str(reason)
-    blocks: dict[str, list[list[Item]]] = {}
+    blocks: dict[str, list[list[SequenceItem]]] = {}
     for kind, items in sequences.items():
-        stretches: list[list[Item]] = [[] for _ in range(run.length)]
+        stretches: list[list[SequenceItem]] = [[] for _ in range(run.length)]
         for item in items:
             if item.place.run == 0:
                 stretches[item.place.block].append(item)
@@ -109,7 +109,7 @@ def _longest(same: list[bool]) -> tuple[int, int]:
     return best
 
 
-def _fingerprints(model: nn.Module, run: Run, full: Rehearsal) -> list[list[object]]:
+def _fingerprints(model: nn.Module, run: BlockRun, full: Rehearsal) -> list[list[object]]:
     """Per block, what its operators do not show: all its parameters, and hooks of its backward."""
     found: list[list[object]] = [[] for _ in range(run.length)]
     for name, (_, form) in full.leaves.items():
@@ -125,7 +125,7 @@ def _fingerprints(model: nn.Module, run: Run, full: Rehearsal) -> list[list[obje
 
 
 @contextlib.contextmanager
-def shortened(model: nn.Module, runs: tuple[Run, ...]) -> Iterator[None]:
+def shortened(model: nn.Module, runs: tuple[BlockRun, ...]) -> Iterator[None]:
     """Leave the blocks out of their lists while the context is open."""
     before = [
         (owner, list(owner._modules.items()))

@@ -21,7 +21,7 @@ Size = Any  # an int, or a torch.SymInt: open sizes are symbols
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Form:
+class TensorForm:
     """All that an operator may ask of a tensor but its values.
 
     Attributes:
@@ -52,10 +52,10 @@ def _hashable(size: Size) -> Any:
 class Ghost(Tensor):
     """A tensor that has a form only."""
 
-    form: Form
+    form: TensorForm
 
     @staticmethod
-    def of(form: Form, requires_grad: bool = False) -> Ghost:
+    def of(form: TensorForm, requires_grad: bool = False) -> Ghost:
         """The ghost of a form."""
         ghost: Ghost = autograd.wrapper(
             Ghost, form.shape, form.stride, form.offset, form.dtype, form.device, requires_grad
@@ -88,7 +88,7 @@ def ghost_like(
     shape, stride = tuple(tensor.shape), strides.of_state(tensor)
     last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     nbytes = (0 if 0 in shape else last + 1) * dtype.itemsize
-    form = Form(shape, stride, 0, dtype, device or own, nbytes)
+    form = TensorForm(shape, stride, 0, dtype, device or own, nbytes)
     return Ghost.of(form, tensor.requires_grad)
 
 
@@ -143,7 +143,7 @@ class Table:
         recipe = _recipe(out, order)
         return recipe, _result(recipe, tensors)
 
-    def _fake(self, form: Form) -> Tensor:
+    def _fake(self, form: TensorForm) -> Tensor:
         return fake_tensors.fake_of(
             self.mode,
             *(fake_tensors.fake_storage(form.nbytes), form.shape, form.stride, form.offset),
@@ -151,11 +151,11 @@ class Table:
         )
 
 
-def form_of(tensor: Tensor) -> Form:
+def form_of(tensor: Tensor) -> TensorForm:
     """The form of a fake tensor."""
     offset, nbytes = tensor.storage_offset(), tensor.untyped_storage().nbytes()
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return Form(shape, stride, offset, tensor.dtype, tensor.device, nbytes)
+    return TensorForm(shape, stride, offset, tensor.dtype, tensor.device, nbytes)
 
 
 def _recipe(out: Any, order: list[int]) -> Any:
@@ -170,7 +170,7 @@ def _recipe(out: Any, order: list[int]) -> Any:
 
 
 def _result(recipe: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(recipe, Form):
+    if isinstance(recipe, TensorForm):
         return Ghost.of(recipe)
     if isinstance(recipe, tuple):
         return tensors[recipe[0]]

@@ -31,7 +31,7 @@ class Formless(Unproven):
     """A rehearsal needs tensors that are more than their form."""
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where something is written.
 
     Attributes:
@@ -49,16 +49,16 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Item:
+class SequenceItem:
     """One thing in a sequence: what it is, and what it refers to."""
 
-    place: Place
+    place: BlockPlace
     key: Any
-    refs: tuple[Place, ...]
+    refs: tuple[BlockPlace, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Blocks in which a pattern of `period` blocks repeats, some of which are left out.
 
     Attributes:
@@ -99,7 +99,7 @@ class Run:
         return self.kept - self.period + (block - self.kept) % self.period
 
     @property
-    def full(self) -> Run:
+    def full(self) -> BlockRun:
         """The same with no block left out."""
         return dataclasses.replace(self, removed=0)
 
@@ -121,26 +121,26 @@ class Run:
         )
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[BlockRun, ...]
 
 
-def place_of(name: str, runs: Runs, kind: str = "leaf") -> Place:
+def place_of(name: str, runs: Runs, kind: str = "leaf") -> BlockPlace:
     """The place of an FQN."""
     for number, run in enumerate(runs):
         found = run.split(name)
         if found is not None:
-            return Place(kind, number, *found)
-    return Place(kind, OUTSIDE, 0, name)
+            return BlockPlace(kind, number, *found)
+    return BlockPlace(kind, OUTSIDE, 0, name)
 
 
-def name_at(place: Place, runs: Runs) -> str:
+def name_at(place: BlockPlace, runs: Runs) -> str:
     """The FQN of `place_of`."""
     if place.run == OUTSIDE:
         return str(place.position)
     return runs[place.run].joined(place.block, place.position)
 
 
-def among_left(place: Place, runs: Runs) -> Place:
+def among_left(place: BlockPlace, runs: Runs) -> BlockPlace:
     """A place in the model of fewer blocks, of one in the full model.
 
     Raises:
@@ -222,15 +222,16 @@ class Stamp:
         Unproven: the templates are not each other's image.
     """
 
-    def __init__(self, runs: Runs, sequences: dict[str, list[Item]]) -> None:
+    def __init__(self, runs: Runs, sequences: dict[str, list[SequenceItem]]) -> None:
         self.runs: Runs = runs
-        self.sequences: dict[str, list[Item]] = sequences
-        self._known: set[Place] = set()  # what templates refer to, all of them alike
-        self._moves: dict[Place, tuple[bool, ...]] = {}  # per reference of a template: relative
-        self._blocks: dict[tuple[str, int, int], list[Item]] = {}
+        self.sequences: dict[str, list[SequenceItem]] = sequences
+        self._known: set[BlockPlace] = set()  # what templates refer to, all of them alike
+        # Per reference of a template: relative.
+        self._moves: dict[BlockPlace, tuple[bool, ...]] = {}
+        self._blocks: dict[tuple[str, int, int], list[SequenceItem]] = {}
         self._starts: dict[tuple[str, int], int] = {}  # first index of a run in a sequence
-        self._index: dict[Place, int] = {}
-        self._where: dict[Place, list[tuple[Place, bool]]] = {}
+        self._index: dict[BlockPlace, int] = {}
+        self._where: dict[BlockPlace, list[tuple[BlockPlace, bool]]] = {}
         for kind, items in sequences.items():
             for i, item in enumerate(items):
                 place = item.place
@@ -256,13 +257,13 @@ class Stamp:
             )
 
     @property
-    def shared(self) -> Iterator[tuple[Item, int]]:
+    def shared(self) -> Iterator[tuple[SequenceItem, int]]:
         """Items of templates, and the number of a reference that all blocks have in common."""
         for place, moves in self._moves.items():
             item = self.sequences[place.kind][self._index[place]]
             yield from ((item, i) for i, relative in enumerate(moves) if not relative)
 
-    def written(self, kind: str) -> Iterator[tuple[Item, int]]:
+    def written(self, kind: str) -> Iterator[tuple[SequenceItem, int]]:
         """Each item of the full sequence: the one that it is an image of, and blocks between."""
         descending = kind == "backward"
         done: set[int] = set()
@@ -275,7 +276,9 @@ class Stamp:
                     yield from self._missing(kind, number, descending)
             yield item, 0
 
-    def _missing(self, kind: str, number: int, descending: bool) -> Iterator[tuple[Item, int]]:
+    def _missing(
+        self, kind: str, number: int, descending: bool
+    ) -> Iterator[tuple[SequenceItem, int]]:
         run = self.runs[number]
         blocks = range(run.kept, run.kept + run.removed)
         for block in reversed(blocks) if descending else blocks:
@@ -283,14 +286,14 @@ class Stamp:
             for item in self._blocks.get((kind, number, template), []):
                 yield item, block - template
 
-    def place(self, item: Item, shift: int) -> Place:
+    def place(self, item: SequenceItem, shift: int) -> BlockPlace:
         """Where the image of `item` is."""
         kind, number, block, position = item.place
         if number == OUTSIDE:
             return item.place
-        return Place(kind, number, self.runs[number].real(block) + shift, position)
+        return BlockPlace(kind, number, self.runs[number].real(block) + shift, position)
 
-    def refs(self, item: Item, shift: int) -> list[Place]:
+    def refs(self, item: SequenceItem, shift: int) -> list[BlockPlace]:
         """What the image of `item` refers to.
 
         Raises:
@@ -300,15 +303,17 @@ class Stamp:
         if where is None:
             where = self._where[item.place] = self._meant(item)
         return [
-            Place(place.kind, place.run, place.block + shift, place.position) if moves else place
+            BlockPlace(place.kind, place.run, place.block + shift, place.position)
+            if moves
+            else place
             for place, moves in where
         ]
 
-    def _meant(self, item: Item) -> list[tuple[Place, bool]]:
+    def _meant(self, item: SequenceItem) -> list[tuple[BlockPlace, bool]]:
         """What `item` itself refers to, and whether its images refer to the image of that."""
         moves = self._moves.get(item.place)
         own, own_block = item.place.run, item.place.block
-        found: list[tuple[Place, bool]] = []
+        found: list[tuple[BlockPlace, bool]] = []
         for i, ref in enumerate(item.refs):
             number = ref.run
             if number == OUTSIDE:
@@ -323,7 +328,7 @@ class Stamp:
                 raise Unproven(f"something outside of its neighbours refers to {name}")
         return found
 
-    def _same_side(self, item: Item, ref: Place) -> bool:
+    def _same_side(self, item: SequenceItem, ref: BlockPlace) -> bool:
         """True if no missing block is between an item and what it refers to."""
         after = ref.block >= self.runs[ref.run].kept
         kind, number, block, _ = item.place
@@ -338,7 +343,7 @@ class Stamp:
 
 
 def relations(
-    first: Sequence[Item], second: Sequence[Item], run: int, distance: int
+    first: Sequence[SequenceItem], second: Sequence[SequenceItem], run: int, distance: int
 ) -> list[tuple[bool, ...]] | str:
     """Of each reference in `first`: True if its image in `second` lies `distance` blocks on.
 

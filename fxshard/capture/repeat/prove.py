@@ -9,7 +9,15 @@ from collections.abc import Callable
 from torch import nn
 
 from fxshard.capture.repeat import find
-from fxshard.capture.repeat.places import Item, Run, Runs, Stamp, Unproven, Wider, described
+from fxshard.capture.repeat.places import (
+    BlockRun,
+    Runs,
+    SequenceItem,
+    Stamp,
+    Unproven,
+    Wider,
+    described,
+)
 from fxshard.capture.repeat.rehearse import Rehearsal, gathers_gradients
 
 
@@ -26,7 +34,7 @@ class Repeats:
 
     runs: Runs
     full: Rehearsal
-    calls: list[Item]
+    calls: list[SequenceItem]
     names: tuple[list[str], list[str]]
 
 
@@ -66,13 +74,13 @@ def proven(
 
 def _runs(model: nn.Module, full: Rehearsal, right: int) -> tuple[Runs, str]:
     """The runs of blocks that repeat, and why another one does not."""
-    found: list[Run] = []
+    found: list[BlockRun] = []
     why = "no list of blocks"
     for run in find.lists(model)[0]:
-        alone = [Run((path,), run.names) for path in run.paths] if len(run.paths) > 1 else []
+        alone = [BlockRun((path,), run.names) for path in run.paths] if len(run.paths) > 1 else []
         each = [find.repeats(model, one, full, right) for one in (run, *alone)]
-        good = [one for one in each if isinstance(one, Run)]
-        if isinstance(each[0], Run):
+        good = [one for one in each if isinstance(one, BlockRun)]
+        if isinstance(each[0], BlockRun):
             good = good[:1]
         found += good
         if not good:
@@ -80,7 +88,7 @@ def _runs(model: nn.Module, full: Rehearsal, right: int) -> tuple[Runs, str]:
     return tuple(found), why
 
 
-def _check(stamp: Stamp, kind: str, items: list[Item]) -> None:
+def _check(stamp: Stamp, kind: str, items: list[SequenceItem]) -> None:
     """Compare what the full model did with what follows from the shortened one."""
     pairs = itertools.zip_longest(stamp.written(kind), items)
     for image, item in pairs:

@@ -23,11 +23,11 @@ from fxshard.capture import provenance
 from fxshard.capture.repeat.ghosts import Table
 from fxshard.capture.repeat.places import (
     OUTSIDE,
+    BlockPlace,
     Formless,
-    Item,
     Label,
-    Place,
     Runs,
+    SequenceItem,
     Unproven,
     among_left,
     cut,
@@ -41,7 +41,7 @@ Token = str | tuple[int, int]  # FQN of a leaf, or the line and which of its res
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class RehearsedOperator:
     """One operator of a rehearsal.
 
     Attributes:
@@ -69,39 +69,39 @@ class Rehearsal:
             parameter and buffer.
     """
 
-    lines: list[Line]
+    lines: list[RehearsedOperator]
     calls: list[Call]
     facts: Any
     leaves: dict[str, tuple[int, Any]]
 
-    def sequences(self, runs: Runs) -> dict[str, list[Item]]:
+    def sequences(self, runs: Runs) -> dict[str, list[SequenceItem]]:
         """Its calls and lines as items, cut at the blocks of `runs`."""
         labels = call_labels(self.calls, runs)
         calls = call_items(self.calls, labels, runs)
         where = [
-            Place("line", *at)
+            BlockPlace("line", *at)
             for at in cut([None if line.call is None else labels[line.call] for line in self.lines])
         ]
-        regions: dict[int | None, Place] = {}
+        regions: dict[int | None, BlockPlace] = {}
         counts: dict[tuple[int, int], int] = {}
-        items: list[Item] = []
+        items: list[SequenceItem] = []
         for line, place in zip(self.lines, where, strict=True):
-            refs: list[Place] = []
+            refs: list[BlockPlace] = []
             for token in line.tokens:
                 if isinstance(token, str):
                     refs.append(among_left(place_of(token, runs), runs))
                 else:
                     at = where[token[0]]
-                    refs.append(Place("line", at.run, at.block, (at.position, token[1])))
+                    refs.append(BlockPlace("line", at.run, at.block, (at.position, token[1])))
             if line.call is not None:
                 refs.append(calls[line.call].place)
             if line.region is not None:
                 if line.region not in regions:
                     number = counts.get((place.run, place.block), 0)
                     counts[place.run, place.block] = number + 1
-                    regions[line.region] = Place("region", place.run, place.block, number)
+                    regions[line.region] = BlockPlace("region", place.run, place.block, number)
                 refs.append(regions[line.region])
-            items.append(Item(place, line.key, tuple(refs)))
+            items.append(SequenceItem(place, line.key, tuple(refs)))
         return {"call": calls, "line": items}
 
 
@@ -119,17 +119,17 @@ def call_labels(calls: Sequence[Call], runs: Runs) -> list[Label]:
     return labels
 
 
-def call_items(calls: Sequence[Call], labels: list[Label], runs: Runs) -> list[Item]:
+def call_items(calls: Sequence[Call], labels: list[Label], runs: Runs) -> list[SequenceItem]:
     """Calls as items: the module, and the call that it ran inside of."""
-    items: list[Item] = []
+    items: list[SequenceItem] = []
     for call, at in zip(calls, cut(labels), strict=True):
         module = among_left(place_of(call.module, runs, "module"), runs)
         parent = () if call.parent is None else (items[call.parent].place,)
-        items.append(Item(Place("call", *at), "call", (module, *parent)))
+        items.append(SequenceItem(BlockPlace("call", *at), "call", (module, *parent)))
     return items
 
 
-def gathers_gradients(item: Item, number: int) -> bool:
+def gathers_gradients(item: SequenceItem, number: int) -> bool:
     """True if a reference of an operator is a tensor that needs a gradient."""
     if item.place.kind != "line":
         return False
@@ -137,7 +137,7 @@ def gathers_gradients(item: Item, number: int) -> bool:
     return number < len(flags) and flags[number]
 
 
-class Recorder(TorchDispatchMode):
+class RehearsalRecorder(TorchDispatchMode):
     """Notes every operator inside.
 
     Args:
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, leaves: dict[str, tuple[int, Any]], table: Table | None) -> None:
         super().__init__()
         self._table = table
-        self.lines: list[Line] = []
+        self.lines: list[RehearsedOperator] = []
         self._tokens: dict[int, Token] = {}
         for name, (number, _) in leaves.items():
             self._tokens.setdefault(number, name)
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
             *(provenance.without_gradient(stack), *_settings()),
         )
         region = checkpointing.checkpoint_number(graphs.current_meta())
-        self.lines.append(Line(key, tuple(tokens), provenance.call_in(stack), region))
+        self.lines.append(RehearsedOperator(key, tuple(tokens), provenance.call_in(stack), region))
         return tensors
 
     def applied(self, what: str, args: tuple[Any, ...]) -> None:
@@ -307,7 +307,7 @@ def _has_custom_functions(outputs: list[Any]) -> bool:
 class NoTensorHooks(TorchFunctionMode):
     """Lets `recorder` refuse hooks on tensors and on autograd nodes: no operator tells of them."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RehearsalRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -16,10 +16,10 @@ from fxshard.capture import provenance
 from fxshard.capture.provenance import STACKS, stack_of
 from fxshard.capture.repeat.places import (
     OUTSIDE,
-    Item,
+    BlockPlace,
     Label,
-    Place,
     Runs,
+    SequenceItem,
     Stamp,
     Unproven,
     Wider,
@@ -48,8 +48,8 @@ class Noted:
     """
 
     order: list[fx.Node]
-    places: dict[fx.Node, Place]
-    calls: list[Item]
+    places: dict[fx.Node, BlockPlace]
+    calls: list[SequenceItem]
     firsts: dict[str, int]
 
 
@@ -87,14 +87,14 @@ def note(
         if provenance.is_backward(node):
             phase = "backward"
         phases[phase].append(node)
-    places: dict[fx.Node, Place] = {}
+    places: dict[fx.Node, BlockPlace] = {}
     for kind, nodes in phases.items():
         found: list[Label] = []
         for node in nodes:
             call = None if graphs.sums_gradients(node) else provenance.call_in(stack_of(node, kind))
             found.append(None if call is None else labels[call])
         at = cut(found, descending=kind == "backward")
-        places |= {n: Place(kind, *where) for n, where in zip(nodes, at, strict=True)}
+        places |= {n: BlockPlace(kind, *where) for n, where in zip(nodes, at, strict=True)}
     return Noted(order, places, items, firsts)
 
 
@@ -111,7 +111,7 @@ def _next_name(count: dict[str, int], base: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class JointGraph:
     """A joint graph with what its inputs and outputs are (see `export.export_joint`)."""
 
     graph: fx.Graph
@@ -120,7 +120,7 @@ class Traced:
 
 
 @dataclasses.dataclass(slots=True)
-class _Written:
+class _WrittenPlace:
     """What a place holds in the full graph."""
 
     node: fx.Node
@@ -128,7 +128,7 @@ class _Written:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Recipe:
+class _NodeRecipe:
     """What all images of a node have in common; a deep model has a hundred of each.
 
     Attributes:
@@ -154,8 +154,8 @@ class _Recipe:
 
 
 def written(
-    traced: Traced, noted: Noted, repeats: Repeats, mode: FakeTensorMode, training: bool
-) -> Traced:
+    traced: JointGraph, noted: Noted, repeats: Repeats, mode: FakeTensorMode, training: bool
+) -> JointGraph:
     """The graph of the full model from that of the shortened one.
 
     Args:
@@ -168,15 +168,15 @@ def written(
     Raises:
         Unproven: its blocks are not images of each other, in backward say.
     """
-    return _Writer(traced, noted, repeats, mode, training).write()
+    return _GraphWriter(traced, noted, repeats, mode, training).write()
 
 
-class _Writer:
+class _GraphWriter:
     """Writes the full graph: see `written`."""
 
     def __init__(
         self,
-        traced: Traced,
+        traced: JointGraph,
         noted: Noted,
         repeats: Repeats,
         mode: FakeTensorMode,
@@ -185,14 +185,14 @@ class _Writer:
         self.traced, self.noted, self.mode, self.training = traced, noted, mode, training
         self.runs, self.names = repeats.runs, repeats.names
         self._call_numbers = {item.place: i for i, item in enumerate(repeats.calls)}
-        self._owners: dict[int, tuple[Place, int]] = {}
-        self._nodes: dict[Place, fx.Node] = {}
-        self._places: dict[fx.Node, Place] = {}
-        self._regions: dict[int, Place] = {}
-        self._region_numbers: dict[Place, int] = {}
-        self._written: dict[Place, _Written] = {}
-        self._items: dict[Place, Item] = {}
-        self._recipes: dict[Place, _Recipe] = {}
+        self._owners: dict[int, tuple[BlockPlace, int]] = {}
+        self._nodes: dict[BlockPlace, fx.Node] = {}
+        self._places: dict[fx.Node, BlockPlace] = {}
+        self._regions: dict[int, BlockPlace] = {}
+        self._region_numbers: dict[BlockPlace, int] = {}
+        self._written: dict[BlockPlace, _WrittenPlace] = {}
+        self._items: dict[BlockPlace, SequenceItem] = {}
+        self._recipes: dict[BlockPlace, _NodeRecipe] = {}
         self._stacks: dict[Any, dict[str, Any]] = {}  # one for all that were run in one line
         self.graph = fx.Graph()
         try:
@@ -202,8 +202,8 @@ class _Writer:
 
     # -- what was traced ---------------------------------------------------------------------------
 
-    def _sequences(self) -> dict[str, list[Item]]:
-        found: dict[str, list[Item]] = {"call": self.noted.calls, "leaf": [], "size": []}
+    def _sequences(self) -> dict[str, list[SequenceItem]]:
+        found: dict[str, list[SequenceItem]] = {"call": self.noted.calls, "leaf": [], "size": []}
         found |= {"forward": [], "backward": [], "result": []}
         (output,) = self.traced.graph.find_nodes(op="output")
         for node, desc in zip(
@@ -223,8 +223,8 @@ class _Writer:
         found["result"] = self._results(output)
         return found
 
-    def _item(self, node: fx.Node, place: Place, what: Any) -> Item:
-        refs: list[Place] = []
+    def _item(self, node: fx.Node, place: BlockPlace, what: Any) -> SequenceItem:
+        refs: list[BlockPlace] = []
 
         def argument(read: fx.Node) -> str:
             refs.append(self._places[read])
@@ -257,18 +257,18 @@ class _Writer:
             if region is not None:
                 if region not in self._regions:
                     taken = [r for r in self._regions.values() if r[1:3] == place[1:3]]
-                    self._regions[region] = Place("region", place.run, place.block, len(taken))
+                    self._regions[region] = BlockPlace("region", place.run, place.block, len(taken))
                 refs.append(self._regions[region])
         self._nodes[place], self._places[node] = node, place
-        item = self._items[place] = Item(place, tuple(key), tuple(refs))
+        item = self._items[place] = SequenceItem(place, tuple(key), tuple(refs))
         return item
 
-    def _results(self, output: fx.Node) -> list[Item]:
+    def _results(self, output: fx.Node) -> list[SequenceItem]:
         """Outputs of the graph as items: changes of leaves, results, a gradient per leaf."""
         values: Any = output.args[0]
         leaves = [place for place in self._leaves() if not _is_tangent(place)]
         tail = len(values) - len(leaves) if self.training else len(values)
-        items: list[Item] = []
+        items: list[SequenceItem] = []
         for i, (value, desc) in enumerate(zip(values, self.traced.targets, strict=True)):
             kind, source = export.output_source(desc)
             if i >= tail:
@@ -286,7 +286,7 @@ class _Writer:
                 raise Unproven(f"the trace has an output of the kind {kind!r}")
             refs = (self._places[value],) if isinstance(value, fx.Node) else ()
             constant = "" if isinstance(value, fx.Node) else as_text(value)
-            item = self._items[place] = Item(place, (kind, constant), refs)
+            item = self._items[place] = SequenceItem(place, (kind, constant), refs)
             items.append(item)
         order = [
             leaves.index(i.place._replace(kind="leaf", position=i.place.position[1]))
@@ -297,10 +297,10 @@ class _Writer:
             raise Unproven("changes are not in the order of what they are of")
         return items
 
-    def _leaves(self) -> list[Place]:
+    def _leaves(self) -> list[BlockPlace]:
         return [self._places[n] for n in self.traced.graph.find_nodes(op="placeholder")]
 
-    def _leaf(self, source: Any) -> Place:
+    def _leaf(self, source: Any) -> BlockPlace:
         what, name = source
         if what in ("param", "buffer"):
             return place_of(name.removeprefix("model."), self.runs)
@@ -308,7 +308,7 @@ class _Writer:
 
     # -- what is written ---------------------------------------------------------------------------
 
-    def write(self) -> Traced:
+    def write(self) -> JointGraph:
         """The full graph.
 
         Raises:
@@ -324,7 +324,9 @@ class _Writer:
         for kind in ("size", "forward", "backward"):
             for item, shift in self.stamp.written(kind):
                 template = self._nodes[item.place]
-                traced = item if kind != "size" else Item(self.noted.places[template], None, ())
+                traced = (
+                    item if kind != "size" else SequenceItem(self.noted.places[template], None, ())
+                )
                 name = names[self.stamp.place(traced, shift)]
                 self._node(item, shift, template.op, template.target, name)
         self._reserve(names)
@@ -332,14 +334,14 @@ class _Writer:
         output = self.graph.output(tuple(values))
         (before,) = self.traced.graph.find_nodes(op="output")
         output.meta.update(before.meta, desc=targets)
-        return Traced(self.graph, [desc for _, _, desc in full], targets)
+        return JointGraph(self.graph, [desc for _, _, desc in full], targets)
 
-    def _full_leaves(self) -> list[tuple[Item, int, Any]]:
+    def _full_leaves(self) -> list[tuple[SequenceItem, int, Any]]:
         """Item, distance and descriptor of each placeholder of the full graph."""
         placeholders = list(self.traced.graph.find_nodes(op="placeholder"))
         descs = {self._places[n]: d for n, d in zip(placeholders, self.traced.sources, strict=True)}
         of_model = [p for p, d in descs.items() if export.input_source(d)[0] in ("param", "buffer")]
-        found: list[tuple[Item, int, Any]] = []
+        found: list[tuple[SequenceItem, int, Any]] = []
         for name in (*self.names[0], *self.names[1]):
             place = place_of(name, self.runs)
             source, shift = self._source(place)
@@ -360,7 +362,7 @@ class _Writer:
         """The name that the trace gives to its input `i`."""
         return f"primals_{i + 1}" if self.training else f"arg{i}_1"
 
-    def _source(self, place: Place) -> tuple[Place, int]:
+    def _source(self, place: BlockPlace) -> tuple[BlockPlace, int]:
         """What a place of the full model is an image of, and how many blocks from it."""
         if place.run == OUTSIDE:
             return place, 0
@@ -371,24 +373,24 @@ class _Writer:
         template = run.template(place.block)
         return place._replace(block=template), place.block - template
 
-    def _names(self) -> dict[Place, str]:
+    def _names(self) -> dict[BlockPlace, str]:
         """The names that a full trace gives, by where it makes a node."""
-        by_kind: dict[str, list[Item]] = {"forward": [], "backward": []}
-        nodes: dict[Place, fx.Node] = {}
+        by_kind: dict[str, list[SequenceItem]] = {"forward": [], "backward": []}
+        nodes: dict[BlockPlace, fx.Node] = {}
         for node in self.noted.order:
             place = self.noted.places[node]
-            by_kind[place.kind].append(Item(place, None, ()))
+            by_kind[place.kind].append(SequenceItem(place, None, ()))
             nodes[place] = node
         naming = Stamp(self.runs, by_kind)
         count = {base: number - 1 for base, number in self.noted.firsts.items()}
-        found: dict[Place, str] = {}
+        found: dict[BlockPlace, str] = {}
         for kind in by_kind:
             for item, shift in naming.written(kind):
                 base, _ = _numbered(nodes[item.place].name)
                 found[naming.place(item, shift)] = _next_name(count, base)
         return found
 
-    def _reserve(self, names: dict[Place, str]) -> None:
+    def _reserve(self, names: dict[BlockPlace, str]) -> None:
         """Take the names of nodes that are dead, as the trace has."""
         taken = {node.name for node in self.graph.nodes}
         for name in names.values():
@@ -398,7 +400,7 @@ class _Writer:
                     raise Unproven(f"the name {name} is taken")
                 self.graph.erase_node(dead)
 
-    def _node(self, item: Item, shift: int, op: str, target: Any, name: str) -> fx.Node:
+    def _node(self, item: SequenceItem, shift: int, op: str, target: Any, name: str) -> fx.Node:
         recipe = self._recipes.get(item.place)
         if recipe is None:
             recipe = self._recipes[item.place] = self._recipe(item)
@@ -415,12 +417,12 @@ class _Writer:
             raise Unproven(f"the name {name} is taken")
         node.meta.update(recipe.metadata)
         own = self._value(recipe, node, shift == 0, rest)
-        self._written[self.stamp.place(item, shift)] = _Written(node, own)
+        self._written[self.stamp.place(item, shift)] = _WrittenPlace(node, own)
         if item.place.kind in STACKS:
             self._origin(recipe, item.place.kind, node, rest)
         return node
 
-    def _recipe(self, item: Item) -> _Recipe:
+    def _recipe(self, item: SequenceItem) -> _NodeRecipe:
         template = self._nodes[item.place]
         read: list[fx.Node] = []
         fx.node.map_arg((template.args, template.kwargs), read.append)
@@ -431,7 +433,7 @@ class _Writer:
         for storage in tags.storages(template):
             owner, ordinal = self._owners[id(storage)]
             storages.append((storage, ordinal, owner == item.place))
-        return _Recipe(
+        return _NodeRecipe(
             template=template,
             reads=bool(read),
             metadata={k: v for k, v in template.meta.items() if k not in left},
@@ -442,14 +444,14 @@ class _Writer:
             checkpoint=kind in STACKS and checkpointing.checkpoint_of(template) is not None,
         )
 
-    def _at(self, place: Place) -> _Written:
+    def _at(self, place: BlockPlace) -> _WrittenPlace:
         found = self._written.get(place)
         if found is None:
             raise Unproven(f"nothing is written at {tuple(place)}")
         return found
 
     def _value(
-        self, recipe: _Recipe, node: fx.Node, stays: bool, refs: Iterator[Place]
+        self, recipe: _NodeRecipe, node: fx.Node, stays: bool, refs: Iterator[BlockPlace]
     ) -> list[torch.UntypedStorage]:
         """Give the node the value of its template, in storages of its own or in those it reads.
 
@@ -483,7 +485,9 @@ class _Writer:
             return type(value)([self._moved(v, storages) for v in value])
         return value
 
-    def _origin(self, recipe: _Recipe, kind: str, node: fx.Node, refs: Iterator[Place]) -> None:
+    def _origin(
+        self, recipe: _NodeRecipe, kind: str, node: fx.Node, refs: Iterator[BlockPlace]
+    ) -> None:
         """Say the module, the call, the line and the checkpoint of the node."""
         stack = recipe.stack
         if stack:
@@ -499,7 +503,9 @@ class _Writer:
             number = self._region_numbers.setdefault(region, len(self._region_numbers))
             checkpointing.in_checkpoint(node.meta, number)
 
-    def _stack_at(self, recipe: _Recipe, module: Place | None, call: Place | None) -> Any:
+    def _stack_at(
+        self, recipe: _NodeRecipe, module: BlockPlace | None, call: BlockPlace | None
+    ) -> Any:
         """The stack of `recipe` in another module and call."""
         stack = recipe.stack or {}
         here = {key: stack[key] for key in (provenance.LINE, provenance.NO_GRAD) if key in stack}
@@ -513,7 +519,9 @@ class _Writer:
             here[provenance.CALL] = (number, stack[provenance.CALL][1])
         return here
 
-    def _full_results(self, full: list[tuple[Item, int, Any]]) -> tuple[list[Any], list[Any]]:
+    def _full_results(
+        self, full: list[tuple[SequenceItem, int, Any]]
+    ) -> tuple[list[Any], list[Any]]:
         """Values and descriptors of the full graph's output."""
         (output,) = self.traced.graph.find_nodes(op="output")
         before: Any = output.args[0]
@@ -523,7 +531,7 @@ class _Writer:
         values: list[Any] = []
         found: list[Any] = []
 
-        def put(place: Place, shift: int, name: Any) -> None:
+        def put(place: BlockPlace, shift: int, name: Any) -> None:
             item, value, desc = results[place]
             refs = self.stamp.refs(item, shift)
             values.append(self._at(refs[0]).node if refs else value)
@@ -560,15 +568,15 @@ def _own(node: fx.Node) -> tuple[tuple[str, str], ...]:
     return tuple((key, str(node.meta[key])) for key in sorted(noted))
 
 
-def _outside(kind: str, position: Any) -> Place:
-    return Place(kind, OUTSIDE, 0, position)
+def _outside(kind: str, position: Any) -> BlockPlace:
+    return BlockPlace(kind, OUTSIDE, 0, position)
 
 
-def _of(leaf: Place, what: str) -> Place:
+def _of(leaf: BlockPlace, what: str) -> BlockPlace:
     return leaf._replace(kind="result", position=(what, leaf.position))
 
 
-def _is_tangent(leaf: Place) -> bool:
+def _is_tangent(leaf: BlockPlace) -> bool:
     return leaf.run == OUTSIDE and leaf.position[0] == "tangent"
 
 

@@ -27,7 +27,7 @@ class PhaseReserved:
     """The highest figures of one phase, in bytes.
 
     Attributes:
-        phase, micro_batch: see `fxshard.memory.ledger.Phase`.
+        phase, micro_batch: see `fxshard.memory.ledger.LedgerPhase`.
         step: 1 for the first step; the last one is the steady state.
         requested: of tensors, as `MemoryReport` counts them, with kernel temporaries.
         allocated: ``torch.cuda.max_memory_allocated`` over the phase.

@@ -19,11 +19,11 @@ from fxshard.ir.units import Param, buffer_dtypes
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange, owner_of
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
-from fxshard.memory.lifecycle.tree import Filled, Tree, dense
-from fxshard.memory.recording import Event, Recorder
+from fxshard.memory.lifecycle.tree import Filled, ModuleTree, dense
+from fxshard.memory.recording import OperatorEvent, Recorder
 
 
-def _given(tree: Tree, phase: str) -> tuple[Script, dict[int, list[LiveRange]], set[int]]:
+def _given(tree: ModuleTree, phase: str) -> tuple[Script, dict[int, list[LiveRange]], set[int]]:
     """The script of a phase with what the given model holds.
 
     Returns:
@@ -55,7 +55,7 @@ def _given(tree: Tree, phase: str) -> tuple[Script, dict[int, list[LiveRange]], 
     return script, given, ignored
 
 
-def _make_shards(tree: Tree, script: Script) -> None:
+def _make_shards(tree: ModuleTree, script: Script) -> None:
     """All flat storages come first (fxshard/runtime/sharding.py, ``_flat_shards``)."""
     for unit in tree.program.units:
         for dtype in dict.fromkeys(param.dtype for param in unit.params):
@@ -68,7 +68,7 @@ def _make_shards(tree: Tree, script: Script) -> None:
 
 
 def _expose(
-    tree: Tree, script: Script, given: dict[int, list[LiveRange]], ignored: set[int]
+    tree: ModuleTree, script: Script, given: dict[int, list[LiveRange]], ignored: set[int]
 ) -> None:
     """The module tree gets its shards, buffers get their dtype; what was there before goes.
 
@@ -84,7 +84,7 @@ def _expose(
     script.drop(*old)
 
 
-def stand_in(tree: Tree, script: Script, param: Param) -> None:
+def stand_in(tree: ModuleTree, script: Script, param: Param) -> None:
     """One element that a DTensor is made of, before it gets its rows (`dtensors.stand_in`)."""
     shard, name = tree.shards[param.fqn], f"stand-in for {param.fqn}"
     one = LiveRange(0, name, "", shard.module, Category.TEMP, param.dtype.itemsize, shard.host)
@@ -92,7 +92,9 @@ def stand_in(tree: Tree, script: Script, param: Param) -> None:
     script.drop(one)
 
 
-def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]]) -> list[LiveRange]:
+def _cast_buffers(
+    tree: ModuleTree, script: Script, given: dict[int, list[LiveRange]]
+) -> list[LiveRange]:
     """To the dtype of their unit's policy, and with offload to where the program computes.
 
     Returns the old ones, which go later (fxshard/runtime/store/parameters.py, ``_cast_buffers``).
@@ -112,7 +114,7 @@ def _cast_buffers(tree: Tree, script: Script, given: dict[int, list[LiveRange]])
     return old
 
 
-def init(tree: Tree) -> LifecyclePhase:
+def init(tree: ModuleTree) -> LifecyclePhase:
     """`fxshard.compile` on rank 0 (fxshard/runtime/sharding.py, fxshard/runtime/initialise.py)."""
     script, given, ignored = _given(tree, "init")
     _make_shards(tree, script)
@@ -151,7 +153,7 @@ _AGREEMENT = (
 )
 
 
-def init_receiving(tree: Tree) -> LifecyclePhase:
+def init_receiving(tree: ModuleTree) -> LifecyclePhase:
     """The same on a rank that gets rank 0's data: room for one parameter, and new buffers."""
     script, given, ignored = _given(tree, "init (receives)")
     _make_shards(tree, script)
@@ -174,7 +176,7 @@ def init_receiving(tree: Tree) -> LifecyclePhase:
 
 
 def _fill(
-    tree: Tree, script: Script, path: str, module: nn.Module, own: dict[str, Tensor]
+    tree: ModuleTree, script: Script, path: str, module: nn.Module, own: dict[str, Tensor]
 ) -> tuple[dict[str, LiveRange], list[tuple[str, str]]]:
     """Fill the meta tensors of one module: what of it stays, by name, and what is unknown.
 
@@ -215,7 +217,7 @@ def _fill(
     return kept, unknown
 
 
-def _filled(tree: Tree, module: nn.Module, empty: Sequence[str]) -> Filled:
+def _filled(tree: ModuleTree, module: nn.Module, empty: Sequence[str]) -> Filled:
     """What an initialisation on fake tensors does: recorded, or known of a module of its kind."""
     init = tree.config.param_init_fn
     key = _kind(module, init)
@@ -229,7 +231,7 @@ def _filled(tree: Tree, module: nn.Module, empty: Sequence[str]) -> Filled:
 
 
 def _recorded(
-    tree: Tree, module: nn.Module, empty: Sequence[str], call: Callable[[], Any]
+    tree: ModuleTree, module: nn.Module, empty: Sequence[str], call: Callable[[], Any]
 ) -> Filled:
     device = tree.device if torch.accelerator.is_available() else torch.device("cpu")
     recorder = Recorder()
@@ -260,7 +262,7 @@ def _recorded(
                     slots.update({n: t for n, t in tensors.items() if t is None or t.is_meta})
                 call()
         events = recorder.events
-        recorder.events = [Event("end", [], [])]
+        recorder.events = [OperatorEvent("end", [], [])]
         left = {name: own_tensors(module).get(name) for name in empty}
         numbers = {
             name: recorder.numbers.get(id(tensor.untyped_storage()))

@@ -18,11 +18,11 @@ from fxshard.memory.lifecycle.save import (
     written_by,
 )
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
-from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
+from fxshard.memory.lifecycle.tree import MESSAGES, ModuleTree, StateDictEntry
 from fxshard.memory.optimizer_step import OptimizerStep
 
 
-def load_state_dict(tree: Tree) -> LifecyclePhase:
+def load_state_dict(tree: ModuleTree) -> LifecyclePhase:
     """``load_state_dict`` of full tensors.
 
     Each module's sharded parameters are replaced by copies of this rank's rows, which live until
@@ -38,7 +38,7 @@ def load_state_dict(tree: Tree) -> LifecyclePhase:
     return script.done()
 
 
-def _load_module(tree: Tree, script: Script, module: nn.Module, path: str) -> list[LiveRange]:
+def _load_module(tree: ModuleTree, script: Script, module: nn.Module, path: str) -> list[LiveRange]:
     """Load a module and those below it; what is alive still when it is done."""
     alive: list[LiveRange] = []
     for name in module._parameters:
@@ -64,7 +64,7 @@ def _load_module(tree: Tree, script: Script, module: nn.Module, path: str) -> li
 
 
 def load_checkpoint(
-    tree: Tree, step: OptimizerStep | None, new: OptimizerStep | None
+    tree: ModuleTree, step: OptimizerStep | None, new: OptimizerStep | None
 ) -> LifecyclePhase:
     """`fxshard.load_checkpoint`, of as many ranks as have saved it after a step.
 
@@ -89,7 +89,7 @@ def load_checkpoint(
         items += state
         unknown += why
     files = written_by(tree, items)
-    by_file: dict[int, list[Item]] = {}
+    by_file: dict[int, list[StateDictEntry]] = {}
     for item, rank in zip(items, files, strict=True):
         by_file.setdefault(rank, []).append(item)
     before: list[LiveRange] = []

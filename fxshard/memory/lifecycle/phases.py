@@ -22,7 +22,7 @@ from fxshard.memory.lifecycle.init import init, init_receiving
 from fxshard.memory.lifecycle.load import load_checkpoint, load_state_dict
 from fxshard.memory.lifecycle.save import async_save, full_state_dict, save_checkpoint
 from fxshard.memory.lifecycle.script import LifecyclePhase
-from fxshard.memory.lifecycle.tree import Tree
+from fxshard.memory.lifecycle.tree import ModuleTree
 from fxshard.memory.optimizer import trace_step, unused
 from fxshard.memory.optimizer_step import OptimizerStep
 
@@ -57,7 +57,9 @@ def lifecycle(
     Raises:
         ConfigError: the optimizer's step needs data.
     """
-    tree = Tree(program, config, model, [h for h in held if h.category is not Category.INPUTS])
+    tree = ModuleTree(
+        program, config, model, [h for h in held if h.category is not Category.INPUTS]
+    )
     new = step
     grown = unused(program) or (step is not None and step.without)
     if step is not None and grown:

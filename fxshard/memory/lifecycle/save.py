@@ -17,11 +17,11 @@ from fxshard.memory.category import Category
 from fxshard.memory.ledger import OPTIMIZER, LiveRange, owner_of
 from fxshard.memory.lifecycle.init import stand_in
 from fxshard.memory.lifecycle.script import LifecyclePhase, Script
-from fxshard.memory.lifecycle.tree import MESSAGES, Item, Tree
+from fxshard.memory.lifecycle.tree import MESSAGES, ModuleTree, StateDictEntry
 from fxshard.memory.optimizer_step import OptimizerStep
 
 
-def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
+def state_held(tree: ModuleTree, step: OptimizerStep | None) -> list[LiveRange]:
     """The optimizer's state between two steps."""
     if step is None:
         return []
@@ -29,7 +29,7 @@ def state_held(tree: Tree, step: OptimizerStep | None) -> list[LiveRange]:
     return [step.range_of("", n, step.state[n].bytes, host=host) for n in step.held]
 
 
-def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
+def save_checkpoint(tree: ModuleTree, step: OptimizerStep | None) -> LifecyclePhase:
     """`fxshard.save_checkpoint`: what this rank writes is copied, and held until all is written.
 
     On the CPU only what does not have a storage of its own is copied; parameters lie in that of
@@ -49,7 +49,7 @@ def save_checkpoint(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
     return script.done(*unknown)
 
 
-def async_save(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
+def async_save(tree: ModuleTree, step: OptimizerStep | None) -> LifecyclePhase:
     """`fxshard.async_save` until it returns: all that the rank has is copied to the CPU's memory.
 
     The copies are there at the end, until the thread has written them; it makes no others, as each
@@ -64,8 +64,8 @@ def async_save(tree: Tree, step: OptimizerStep | None) -> LifecyclePhase:
 
 
 def _begun(
-    name: str, tree: Tree, step: OptimizerStep | None
-) -> tuple[Script, list[Item], list[tuple[str, str]]]:
+    name: str, tree: ModuleTree, step: OptimizerStep | None
+) -> tuple[Script, list[StateDictEntry], list[tuple[str, str]]]:
     """The phase as it begins, what it saves, and what of that is not known."""
     script = Script(name, [*tree.held, *state_held(tree, step)])
     items = model_items(tree)
@@ -79,7 +79,7 @@ def _begun(
     return script, items, unknown
 
 
-def _copied(what: str, tree: Tree, script: Script, item: Item) -> LiveRange:
+def _copied(what: str, tree: ModuleTree, script: Script, item: StateDictEntry) -> LiveRange:
     return script.make(
         *(f"{what} {item.name}", f"copy of {item.name}", Category.TEMP, item.local),
         op="aten._to_copy" if tree.elsewhere and not item.host else "aten.clone",
@@ -88,7 +88,7 @@ def _copied(what: str, tree: Tree, script: Script, item: Item) -> LiveRange:
     )
 
 
-def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> LifecyclePhase:
+def full_state_dict(tree: ModuleTree, step: OptimizerStep | None, *, alone: bool) -> LifecyclePhase:
     """`FxshardModule.full_state_dict`: each parameter is gathered into a padded tensor.
 
     `alone`: on the CPU, and on rank 0 only, the default. Its result is held by the caller at the
@@ -133,15 +133,15 @@ def full_state_dict(tree: Tree, step: OptimizerStep | None, *, alone: bool) -> L
     return script.done()
 
 
-def detached(tree: Tree, script: Script, item: Item) -> None:
+def detached(tree: ModuleTree, script: Script, item: StateDictEntry) -> None:
     """An entry of ``state_dict``: a view, but see `fxshard.runtime.state`, ``_make_savable``."""
     if item.sharded and tree.program.layouts[tree.params[item.name].fqn].offset:
         stand_in(tree, script, tree.params[item.name])
 
 
-def model_items(tree: Tree) -> list[Item]:
+def model_items(tree: ModuleTree) -> list[StateDictEntry]:
     """The entries of the model's state dict, in its order (tied parameters under each name)."""
-    items: list[Item] = []
+    items: list[StateDictEntry] = []
 
     def walk(module: nn.Module, path: str) -> None:
         for name, tensor in module._parameters.items():
@@ -155,7 +155,7 @@ def model_items(tree: Tree) -> list[Item]:
                 full = nbytes(param.shape, param.dtype)
                 shards = tree.program.grid(param.fqn).shards
                 sizes = full, local, tree.flats[param.fqn]
-                items.append(Item(fqn, *sizes, True, host, shards=shards))
+                items.append(StateDictEntry(fqn, *sizes, True, host, shards=shards))
             else:
                 items.append(_plain(tree, fqn, tensor))
         for name, buffer in module._buffers.items():
@@ -169,7 +169,7 @@ def model_items(tree: Tree) -> list[Item]:
     return items
 
 
-def _plain(tree: Tree, fqn: str, tensor: Tensor) -> Item:
+def _plain(tree: ModuleTree, fqn: str, tensor: Tensor) -> StateDictEntry:
     """A buffer, or an ignored parameter."""
     units = tree.program.units
     dtype = buffer_dtypes(units, {fqn: tensor}).get(fqn, tensor.dtype)
@@ -179,12 +179,14 @@ def _plain(tree: Tree, fqn: str, tensor: Tensor) -> Item:
     sharded: Any = vars(tree.model).get(STATE)  # the runtime, which knows what it has cast
     had = sharded.stored_dtypes.get(fqn, dtype) if sharded else tensor.dtype
     stored = nbytes(tuple(tensor.shape), had) if had is not dtype else 0
-    return Item(fqn, size, size, storage, False, stored=stored)
+    return StateDictEntry(fqn, size, size, storage, False, stored=stored)
 
 
-def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[tuple[str, str]]]:
+def optimizer_items(
+    tree: ModuleTree, step: OptimizerStep
+) -> tuple[list[StateDictEntry], list[tuple[str, str]]]:
     """The tensors of the optimizer's state, parameter by parameter; and what is unknown."""
-    items: list[Item] = []
+    items: list[StateDictEntry] = []
     unknown: list[tuple[str, str]] = []
     host = tree.program.offloaded and tree.elsewhere
     for number in step.held:
@@ -193,9 +195,11 @@ def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[t
         if param is not None and shape and shape == tree.program.layouts[fqn].local_shape():
             full = size // max(1, math.prod(shape)) * math.prod(param.shape)
             shards = tree.program.grid(param.fqn).shards
-            items.append(Item(f"{fqn}.{key}", full, size, size, True, host, shards=shards))
+            items.append(
+                StateDictEntry(f"{fqn}.{key}", full, size, size, True, host, shards=shards)
+            )
         else:
-            items.append(Item(f"{fqn}.{key}", size, size, size, False, host or not shape))
+            items.append(StateDictEntry(f"{fqn}.{key}", size, size, size, False, host or not shape))
             if shape and param is not None:
                 why = (
                     "its shape is not its parameter's: how it is sharded is the optimizer's choice"
@@ -204,7 +208,7 @@ def optimizer_items(tree: Tree, step: OptimizerStep) -> tuple[list[Item], list[t
     return items, unknown
 
 
-def written_by(tree: Tree, items: Sequence[Item]) -> list[int]:
+def written_by(tree: ModuleTree, items: Sequence[StateDictEntry]) -> list[int]:
     """The rank that writes each item, of those that hold the same.
 
     The one with the least to write so far; rank 0's items are dealt out first, so that only they
@@ -219,7 +223,7 @@ def written_by(tree: Tree, items: Sequence[Item]) -> list[int]:
     return found
 
 
-def new_state(script: Script, tree: Tree, new: OptimizerStep) -> list[LiveRange]:
+def new_state(script: Script, tree: ModuleTree, new: OptimizerStep) -> list[LiveRange]:
     """A step of a new optimizer on gradients of zeros, which makes its state.
 
     (torch/distributed/checkpoint/state_dict.py, ``_init_optim_state``)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fxshard.memory.category import CATEGORIES, Category
 from fxshard.memory.ledger import BEFORE, HALF, Ledger, LiveRange, Moment
-from fxshard.memory.recording import Event
+from fxshard.memory.recording import OperatorEvent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Script:
 
     def replay(
         self,
-        events: Iterable[Event],
+        events: Iterable[OperatorEvent],
         made_by: Callable[[str, int, int], LiveRange],
         ranges: dict[int, LiveRange],
         module: str,

@@ -16,11 +16,11 @@ from fxshard.ir.program import Program, nbytes
 from fxshard.ir.units import Param
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange
-from fxshard.memory.recording import Event
+from fxshard.memory.recording import OperatorEvent
 
 
 @dataclasses.dataclass
-class Item:
+class StateDictEntry:
     """An entry of a state dict, as torch.distributed.checkpoint writes it from this rank.
 
     Attributes:
@@ -54,13 +54,13 @@ class Filled:
         left: the same at the end, of the tensors that had no data.
     """
 
-    events: Sequence[Event]
+    events: Sequence[OperatorEvent]
     given: tuple[tuple[str, int], ...]
     left: tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass
-class Tree:
+class ModuleTree:
     """The module tree beside the program.
 
     Attributes:

@@ -22,9 +22,9 @@ from fxshard.memory.cuda.allocator import Allocation, Replay, replay
 from fxshard.memory.cuda.settings import AllocatorSettings
 from fxshard.memory.explain import WhatIf
 from fxshard.memory.oom import stacks
-from fxshard.memory.oom.moments import Moment, Recording
+from fxshard.memory.oom.moments import AllocatorMoment, Recording
 from fxshard.memory.oom.snapshot import Snapshot, read
-from fxshard.memory.oom.stacks import Origin
+from fxshard.memory.oom.stacks import StackOrigin
 from fxshard.memory.report import MemoryReport
 from fxshard.memory.views import serialize
 
@@ -46,7 +46,7 @@ STALE_GRADIENTS = "zero_grad(set_to_none=True) before forward, if nothing is acc
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class FailedAllocation:
     """The allocation that failed.
 
     Attributes:
@@ -63,7 +63,7 @@ class Request:
     stream: int
     device_free: int
     small: bool
-    origin: Origin
+    origin: StackOrigin
 
     @property
     def limited(self) -> bool:
@@ -153,8 +153,8 @@ class OomExplanation:
 
     device: int
     devices: tuple[int, ...]
-    request: Request | None
-    moments: tuple[Moment, ...]
+    request: FailedAllocation | None
+    moments: tuple[AllocatorMoment, ...]
     what_ifs: tuple[OomWhatIf, ...]
     model_reserved: int | None
     why_not_replayed: str
@@ -165,7 +165,7 @@ class OomExplanation:
     plan: Planned | None = None
 
     @property
-    def moment(self) -> Moment:
+    def moment(self) -> AllocatorMoment:
         """The state at the failed request, or at the highest point."""
         return self.moments[0]
 
@@ -245,10 +245,10 @@ def _device(snapshot: Snapshot, wanted: int | None) -> int:
     return max(failed or known, key=lambda d: (sizes[d], -d))
 
 
-def _request(recording: Recording, failed: int) -> Request:
+def _request(recording: Recording, failed: int) -> FailedAllocation:
     event, settings = recording.events[failed], recording.settings
     size = settings.round_size(event.bytes)
-    return Request(
+    return FailedAllocation(
         *(event.bytes, settings.segment_size(size), event.stream, event.device_free),
         small=settings.segment_size(size) == settings.segment_size(1),
         origin=recording.origin(event.stack, event.label),
@@ -262,7 +262,11 @@ class _Replays:
     """The recording up to a moment, through the model of the allocator."""
 
     def __init__(
-        self, snapshot: Snapshot, recording: Recording, moment: Moment, request: Request | None
+        self,
+        snapshot: Snapshot,
+        recording: Recording,
+        moment: AllocatorMoment,
+        request: FailedAllocation | None,
     ) -> None:
         self.moment, self.request = moment, request
         self.settings, self.events = snapshot.settings, len(recording.events)
@@ -356,7 +360,7 @@ class _Replays:
         return OomWhatIf(name, sum(gone.values()), fits)
 
 
-def _lives(recording: Recording, moment: Moment) -> tuple[dict[_Key, Allocation], bool]:
+def _lives(recording: Recording, moment: AllocatorMoment) -> tuple[dict[_Key, Allocation], bool]:
     """Every life up to a moment, and whether some begin before the recording. Those are laid out
     first, in the order of their addresses.
     """

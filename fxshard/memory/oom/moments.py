@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from fxshard.memory.cuda.settings import SMALL_SEGMENT, AllocatorSettings
 from fxshard.memory.oom import stacks
-from fxshard.memory.oom.snapshot import Event, Snapshot, Stack
-from fxshard.memory.oom.stacks import Origin
+from fxshard.memory.oom.snapshot import AllocatorEvent, Snapshot, Stack
+from fxshard.memory.oom.stacks import StackOrigin
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldBlock:
     """One block that was in use, or waited for other streams.
 
     Attributes:
@@ -43,7 +43,7 @@ class Held:
     address: int
     stream: int
     waiting: bool
-    origin: Origin
+    origin: StackOrigin
     since: int | None
 
 
@@ -67,7 +67,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class AllocatorMoment:
     """What was held at an event.
 
     Attributes:
@@ -81,7 +81,7 @@ class Moment:
     name: str
     event: int | None
     reserved: int
-    held: tuple[Held, ...]
+    held: tuple[HeldBlock, ...]
     free: tuple[Piece, ...]
 
     @property
@@ -105,7 +105,7 @@ class Moment:
         return sum(each.bytes for each in self.free)
 
     def by(self, *names: str) -> dict[tuple[str, ...], tuple[int, int]]:
-        """Bytes and number of blocks per value of fields of `Origin`, the most bytes first."""
+        """Bytes and number of blocks per value of fields of `StackOrigin`, the most bytes first."""
         found: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
         for each in self.held:
             sums = found[tuple(getattr(each.origin, name) for name in names)]
@@ -115,7 +115,7 @@ class Moment:
         return {key: (sums[0], sums[1]) for key, sums in ordered}
 
 
-class _Range(NamedTuple):
+class _ReservedRange(NamedTuple):
     """Reserved addresses."""
 
     stop: int
@@ -141,17 +141,17 @@ class Recording:
     def __init__(self, snapshot: Snapshot, device: int) -> None:
         self.segments = [each for each in snapshot.segments if each.device == device]
         traces = snapshot.traces
-        self.events: Sequence[Event] = traces[device] if device < len(traces) else ()
+        self.events: Sequence[AllocatorEvent] = traces[device] if device < len(traces) else ()
         self.settings: AllocatorSettings = snapshot.settings or AllocatorSettings()
         self.has_stacks: bool = any(event.stack for event in self.events)
-        self._origins: dict[tuple[int, str, bool], Origin] = {}
+        self._origins: dict[tuple[int, str, bool], StackOrigin] = {}
 
     def out_of_memory(self) -> int | None:
         """Index of the last allocation that failed."""
         found = (i for i in reversed(range(len(self.events))) if self.events[i].action == "oom")
         return next(found, None)
 
-    def origin(self, stack: Stack, label: str = "", *, recorded: bool = True) -> Origin:
+    def origin(self, stack: Stack, label: str = "", *, recorded: bool = True) -> StackOrigin:
         """`stacks.origin`, once per stack."""
         key = (id(stack), label, recorded)
         found = self._origins.get(key)
@@ -171,14 +171,14 @@ class Recording:
                 highest, found = level, index
         return found
 
-    def at(self, name: str, event: int | None) -> Moment:
+    def at(self, name: str, event: int | None) -> AllocatorMoment:
         """The state after an event; None: at the end."""
         last = len(self.events) - 1 if event is None else event
         live, ranges = self._end()
         for index in range(len(self.events) - 1, last, -1):
             self._undo(self.events[index], live, ranges)
         held = self._held(live, last)
-        return Moment(
+        return AllocatorMoment(
             name,
             last if self.events else None,
             sum(each.stop - start for start, each in ranges.items()),
@@ -186,12 +186,12 @@ class Recording:
             tuple(sorted(_pieces(held, ranges), key=lambda each: (-each.bytes, each.address))),
         )
 
-    def _end(self) -> tuple[dict[int, _Live], dict[int, _Range]]:
+    def _end(self) -> tuple[dict[int, _Live], dict[int, _ReservedRange]]:
         live, ranges = {}, {}
         for each in self.segments:
             stop = each.address + each.bytes
             kind = (each.stream, each.small, each.expandable, each.private)
-            ranges[each.address] = _Range(stop, *kind)
+            ranges[each.address] = _ReservedRange(stop, *kind)
             for block in each.blocks:
                 if block.state != "free":
                     waits = block.state == "waiting"
@@ -200,7 +200,9 @@ class Recording:
                     )
         return live, ranges
 
-    def _undo(self, event: Event, live: dict[int, _Live], ranges: dict[int, _Range]) -> None:
+    def _undo(
+        self, event: AllocatorEvent, live: dict[int, _Live], ranges: dict[int, _ReservedRange]
+    ) -> None:
         start, stop = event.address, event.address + event.bytes
         if event.action == "alloc":
             live.pop(start, None)
@@ -214,9 +216,9 @@ class Recording:
         elif event.action in ("segment_free", "segment_unmap"):
             mapped = event.action == "segment_unmap"
             small = event.bytes == SMALL_SEGMENT
-            ranges[start] = _Range(stop, event.stream, small, mapped, event.private)
+            ranges[start] = _ReservedRange(stop, event.stream, small, mapped, event.private)
 
-    def _held(self, live: dict[int, _Live], last: int) -> list[Held]:
+    def _held(self, live: dict[int, _Live], last: int) -> list[HeldBlock]:
         born = self._born(last)
         steps = self._phases(last)
         held = []
@@ -235,7 +237,7 @@ class Recording:
                     then_other=forward or backward,
                 )
             sizes = (each.bytes, max(each.block, each.bytes))
-            held.append(Held(*sizes, address, each.stream, each.waiting, origin, since))
+            held.append(HeldBlock(*sizes, address, each.stream, each.waiting, origin, since))
         return held
 
     def _born(self, last: int) -> dict[int, int]:
@@ -264,7 +266,7 @@ class Recording:
         return tuple(found.values())  # type: ignore[return-value]
 
 
-def _without(ranges: dict[int, _Range], start: int, stop: int) -> None:
+def _without(ranges: dict[int, _ReservedRange], start: int, stop: int) -> None:
     """Take addresses out; what is left of ranges that they were part of stays."""
     if start in ranges and ranges[start].stop == stop:
         del ranges[start]
@@ -278,7 +280,7 @@ def _without(ranges: dict[int, _Range], start: int, stop: int) -> None:
                 ranges[stop] = each
 
 
-def _pieces(held: Sequence[Held], ranges: dict[int, _Range]) -> list[Piece]:
+def _pieces(held: Sequence[HeldBlock], ranges: dict[int, _ReservedRange]) -> list[Piece]:
     """What no block has, of ranges; neighbours in one expandable segment are one piece."""
     blocks = sorted((each.address, each.address + each.block) for each in held)
     found: list[Piece] = []
@@ -296,9 +298,9 @@ def _pieces(held: Sequence[Held], ranges: dict[int, _Range]) -> list[Piece]:
     return found
 
 
-def _joined(ranges: dict[int, _Range]) -> dict[int, _Range]:
+def _joined(ranges: dict[int, _ReservedRange]) -> dict[int, _ReservedRange]:
     """Pages of one expandable segment that lie side by side are one range."""
-    found: dict[int, _Range] = {}
+    found: dict[int, _ReservedRange] = {}
     last = -1
     for start, each in sorted(ranges.items()):
         before = found.get(last)

@@ -41,7 +41,7 @@ class Frame(NamedTuple):
 Stack = tuple[Frame, ...]  # innermost first
 
 
-class Event(NamedTuple):
+class AllocatorEvent(NamedTuple):
     """One thing that the allocator did.
 
     Attributes:
@@ -65,7 +65,7 @@ class Event(NamedTuple):
     label: str
 
 
-class Block(NamedTuple):
+class SnapshotBlock(NamedTuple):
     """A part of a segment; `state` is "allocated", "waiting" (for other streams) or "free"."""
 
     address: int
@@ -75,7 +75,7 @@ class Block(NamedTuple):
     stack: Stack
 
 
-class Segment(NamedTuple):
+class SnapshotSegment(NamedTuple):
     """Memory that the allocator had reserved when the snapshot was taken."""
 
     device: int
@@ -85,7 +85,7 @@ class Segment(NamedTuple):
     small: bool
     expandable: bool
     private: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[SnapshotBlock, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Snapshot:
         why_no_settings: why `settings` are None.
     """
 
-    segments: tuple[Segment, ...]
-    traces: tuple[tuple[Event, ...], ...]
+    segments: tuple[SnapshotSegment, ...]
+    traces: tuple[tuple[AllocatorEvent, ...], ...]
     settings: AllocatorSettings | None
     settings_text: str = ""
     why_no_settings: str = ""
@@ -130,14 +130,14 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     if data.startswith(GZIP):
         raise ConfigError(f"{path}: it is compressed; unpack it first (gunzip).")
     try:
-        return _Reader().snapshot(plain.loads(data))
+        return _SnapshotReader().snapshot(plain.loads(data))
     except ConfigError as error:
         raise ConfigError(
             f"{path}: no snapshot of torch.cuda.memory._dump_snapshot that can be read: {error}."
         ) from error
 
 
-class _Reader:
+class _SnapshotReader:
     """Checks what the file says; one tuple per distinct frame and stack."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class _Reader:
         read = tuple(tuple(self.event(each) for each in trace) for trace in traces)
         return Snapshot(segments, read, *_settings(told.get("allocator_settings"), segments))
 
-    def segment(self, told: Any) -> Segment:
+    def segment(self, told: Any) -> SnapshotSegment:
         told = _mapping(told, "segment")
         address = _number(told, "address")
         blocks, at = [], address
@@ -162,14 +162,14 @@ class _Reader:
             block = self.block(_mapping(each, "block"), at)
             blocks.append(block)
             at = block.address + block.bytes
-        return Segment(
+        return SnapshotSegment(
             *(_number(told, "device", 0), address, _number(told, "total_size")),
             *(_number(told, "stream", 0), told.get("segment_type") == "small"),
             *(told.get("is_expandable") is True, _private(told.get("segment_pool_id"))),
             tuple(blocks),
         )
 
-    def block(self, told: Mapping[str, Any], at: int) -> Block:
+    def block(self, told: Mapping[str, Any], at: int) -> SnapshotBlock:
         state = STATES.get(told["state"]) if isinstance(told.get("state"), str) else None
         if state is None:
             raise ConfigError(f"a block's state is {reprlib.repr(told.get('state'))}")
@@ -180,16 +180,16 @@ class _Reader:
             requested = _number(history[0], "real_size", requested)
             frames = history[0].get("frames", frames)
         address = _number(told, "address", at)
-        return Block(address, size, min(requested, size), state, self.stack(frames))
+        return SnapshotBlock(address, size, min(requested, size), state, self.stack(frames))
 
-    def event(self, told: Any) -> Event:
+    def event(self, told: Any) -> AllocatorEvent:
         told = _mapping(told, "entry of a trace")
         action, label = told.get("action"), told.get("category", "")
         if not isinstance(action, str):
             raise ConfigError("an entry of a trace has no action")
         out_of_memory = action == "oom"
         placed = action.startswith(("alloc", "free_", "segment_"))
-        return Event(
+        return AllocatorEvent(
             action,
             _number(told, "addr", None if placed else 0),
             _number(told, "size", None if placed or out_of_memory else 0),
@@ -222,7 +222,9 @@ class _Reader:
         return found
 
 
-def _settings(told: Any, segments: Iterable[Segment]) -> tuple[AllocatorSettings | None, str, str]:
+def _settings(
+    told: Any, segments: Iterable[SnapshotSegment]
+) -> tuple[AllocatorSettings | None, str, str]:
     if not isinstance(told, dict):
         if any(segment.expandable for segment in segments):
             return AllocatorSettings(expandable_segments=True), "", ""

@@ -31,7 +31,7 @@ MOST_SOURCE = 1 << 21  # bytes; a longer file is none that people wrote
 FORWARD_PHASE, BACKWARD_PHASE, OPTIMIZER_PHASE = "forward", "backward", "optimizer"
 
 
-class Origin(NamedTuple):
+class StackOrigin(NamedTuple):
     """What a stack tells.
 
     Attributes:
@@ -179,7 +179,7 @@ _CPLUSPLUS = re.compile(r"\.(?:cpp|cc|cxx|h|hpp|cu|cuh|c|so[.\d]*)$|^\?*$")
 _OF_WRAPPERS = re.compile(r"torch/(?!nn/modules/)|torchinductor")
 
 
-def origin(stack: Stack, *, label: str = "", recorded: bool = True) -> Origin:
+def origin(stack: Stack, *, label: str = "", recorded: bool = True) -> StackOrigin:
     """What the stack of an allocation tells.
 
     Args:
@@ -189,13 +189,15 @@ def origin(stack: Stack, *, label: str = "", recorded: bool = True) -> Origin:
     """
     if not stack:
         if not recorded:
-            return Origin(UNKNOWN, UNRECORDED, "", "", "allocated before the recording began")
+            return StackOrigin(UNKNOWN, UNRECORDED, "", "", "allocated before the recording began")
         why = "no Python frame: the thread of the autograd engine"
-        return Origin(BACKWARD, "(backward)", "", BACKWARD_PHASE, why)
+        return StackOrigin(BACKWARD, "(backward)", "", BACKWARD_PHASE, why)
     return _labelled(stack, label) or _told(stack)
 
 
-def settled(found: Origin, *, then_forward: bool, then_optimizer: bool, then_other: bool) -> Origin:
+def settled(
+    found: StackOrigin, *, then_forward: bool, then_optimizer: bool, then_other: bool
+) -> StackOrigin:
     """The same, of what is alive although its phase of the step is over.
 
     Args:
@@ -217,18 +219,18 @@ def settled(found: Origin, *, then_forward: bool, then_optimizer: bool, then_oth
     return found._replace(category=later.value, why=f"{found.why}; alive although that is over")
 
 
-def _labelled(stack: Stack, label: str) -> Origin | None:
+def _labelled(stack: Stack, label: str) -> StackOrigin | None:
     """Of a file that fxshard wrote (`fxshard.memory.views.memory_viz`): it says all."""
     names = {category.value for category in Category}
     first, last = stack[0], stack[-1]
     if last.path == "module" and set(first.path.split(" -> ")) <= names:
         line = stack[1] if len(stack) > 2 else None
         said = "" if line is None else _place(line)
-        return Origin(first.path, last.function, said, "", f"{first.function}")
+        return StackOrigin(first.path, last.function, said, "", f"{first.function}")
     return _told(stack)._replace(category=label, why="the file says so") if label in names else None
 
 
-def _told(stack: Stack) -> Origin:
+def _told(stack: Stack) -> StackOrigin:
     python = [frame for frame in stack if not _CPLUSPLUS.search(frame.path)]
     phase, category, why = "", "", ""
     for frame, said in _rules(stack):
@@ -244,7 +246,7 @@ def _told(stack: Stack) -> Origin:
     module = " > ".join(_classes(python)) or ("(backward)" if phase == BACKWARD_PHASE else OUTSIDE)
     if phase == OPTIMIZER_PHASE:
         module = "(optimizer)"
-    return Origin(category, module, "" if line is None else _place(line), phase, why)
+    return StackOrigin(category, module, "" if line is None else _place(line), phase, why)
 
 
 def _rules(stack: Stack) -> Iterator[tuple[Frame, _Rule]]:

@@ -26,7 +26,7 @@ from fxshard.errors import ConfigError
 from fxshard.memory.category import CATEGORIES, SENT, Category, Matrix, State
 from fxshard.memory.ledger import HALF, Ledger, LiveRange
 from fxshard.memory.report import MemoryReport
-from fxshard.memory.views.plots import Curve, Dot, scale_of
+from fxshard.memory.views.plots import Dot, PeakCurve, scale_of
 from fxshard.memory.views.tables import phase_figures, phase_name
 
 DRAWN = 6000  # ticks that a page draws
@@ -116,7 +116,7 @@ def page(report: MemoryReport, extra: dict[str, Any], *, first_step: bool = Fals
     return re.sub(rf"\$({'|'.join(filled)})", lambda match: filled[match[1]], text)
 
 
-def tuning(front: Sequence[Dot], curves: Sequence[Curve], budget: int | None) -> dict[str, Any]:
+def tuning(front: Sequence[Dot], curves: Sequence[PeakCurve], budget: int | None) -> dict[str, Any]:
     """The figures of the sections on tuning and sizes; each is there if there is data for it.
 
     Raises:

@@ -25,7 +25,7 @@ Frames = list[dict[str, Any]]
 
 
 @dataclasses.dataclass
-class _Allocation:
+class _VizAllocation:
     """A storage from its first range to the end of its last."""
 
     size: int
@@ -60,11 +60,11 @@ def snapshot(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
     return {"segments": segments, "device_traces": traces}
 
 
-def _allocations(ledger: Ledger) -> Iterator[_Allocation]:
+def _allocations(ledger: Ledger) -> Iterator[_VizAllocation]:
     """One per storage: a change of category is none of memory, nor are the parts of a storage."""
     for each in filter(Storage.lives, ledger.storages()):
         first = each.parts[0]
-        yield _Allocation(
+        yield _VizAllocation(
             *(each.bytes, int(first.host), first.category.value),
             frames=_frames(each),
             born=each.born,
@@ -89,7 +89,7 @@ def _frames(storage: Storage) -> Frames:
     return frames
 
 
-def _place(allocations: Iterable[_Allocation], base: int) -> int:
+def _place(allocations: Iterable[_VizAllocation], base: int) -> int:
     """Give each an address; returns how many bytes of addresses are used."""
     free: dict[int, list[int]] = defaultdict(list)
     used = 0
@@ -104,7 +104,7 @@ def _place(allocations: Iterable[_Allocation], base: int) -> int:
     return used
 
 
-def _in_time(allocations: Iterable[_Allocation]) -> Iterator[tuple[int, bool, _Allocation]]:
+def _in_time(allocations: Iterable[_VizAllocation]) -> Iterator[tuple[int, bool, _VizAllocation]]:
     """``(tick, begins, allocation)`` in order of time; at one tick what ends is first."""
     moments = []
     for number, each in enumerate(allocations):
@@ -115,7 +115,7 @@ def _in_time(allocations: Iterable[_Allocation]) -> Iterator[tuple[int, bool, _A
         yield tick, begins, each
 
 
-def _events(allocations: Iterable[_Allocation]) -> Iterator[dict[str, Any]]:
+def _events(allocations: Iterable[_VizAllocation]) -> Iterator[dict[str, Any]]:
     # MemoryViz.js fails on categories among which there is no "unknown" (annotate_snapshot).
     nothing = {"addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []}
     yield {"action": "snapshot", **nothing, "category": "unknown"}
@@ -132,7 +132,7 @@ def _events(allocations: Iterable[_Allocation]) -> Iterator[dict[str, Any]]:
             yield {"action": action, **event}
 
 
-def _segment(allocations: Iterable[_Allocation], device: int, base: int, used: int) -> Any:
+def _segment(allocations: Iterable[_VizAllocation], device: int, base: int, used: int) -> Any:
     """One segment, as it is when the step is over."""
     blocks: list[dict[str, Any]] = []
     at = base

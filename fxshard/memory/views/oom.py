@@ -9,8 +9,8 @@ from fxshard.bytesize import size_text
 from fxshard.capture.provenance import line_text
 from fxshard.memory.category import CATEGORIES
 from fxshard.memory.explain import what_if_text
-from fxshard.memory.oom.explain import OomExplanation, Request
-from fxshard.memory.oom.moments import Moment
+from fxshard.memory.oom.explain import FailedAllocation, OomExplanation
+from fxshard.memory.oom.moments import AllocatorMoment
 from fxshard.memory.oom.stacks import UNKNOWN, is_source
 from fxshard.memory.views.tables import grid
 
@@ -43,7 +43,7 @@ def text(explained: OomExplanation, *, top: int = TOP, width: int = WIDTH) -> st
     return "\n\n".join([*parts, wrapped] if notes else parts)
 
 
-def _head(explained: OomExplanation, moment: Moment) -> Iterator[str]:
+def _head(explained: OomExplanation, moment: AllocatorMoment) -> Iterator[str]:
     request = explained.request
     if request is not None:
         yield (
@@ -78,7 +78,7 @@ def _head(explained: OomExplanation, moment: Moment) -> Iterator[str]:
 _NAMES = {"highest point": "where the most is in use", "end": "at the end of the recording"}
 
 
-def _verdict(explained: OomExplanation, moment: Moment, request: Request) -> str:
+def _verdict(explained: OomExplanation, moment: AllocatorMoment, request: FailedAllocation) -> str:
     asked = size_text(request.bytes)
     if request.limited:
         return (
@@ -106,7 +106,7 @@ def _verdict(explained: OomExplanation, moment: Moment, request: Request) -> str
     )
 
 
-def _tables(moment: Moment, top: int, width: int) -> list[str]:
+def _tables(moment: AllocatorMoment, top: int, width: int) -> list[str]:
     total = max(moment.requested_bytes, 1)
     order = {category.value: at for at, category in enumerate(CATEGORIES)}
     parts = moment.by("category")
@@ -121,7 +121,7 @@ def _tables(moment: Moment, top: int, width: int) -> list[str]:
     return tables
 
 
-def _rows(moment: Moment, names: Sequence[str], top: int, width: int) -> list[list[str]]:
+def _rows(moment: AllocatorMoment, names: Sequence[str], top: int, width: int) -> list[list[str]]:
     total = max(moment.requested_bytes, 1)
     found = list(moment.by(*names).items())
     rows = []

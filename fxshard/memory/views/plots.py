@@ -42,7 +42,7 @@ class Dot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
+class PeakCurve:
     """Peak bytes along one size, all others fixed.
 
     Attributes:
@@ -63,7 +63,9 @@ class Curve:
         return min(self.at) > 0 and max(self.at) >= 100 * min(self.at)
 
 
-def curves(peak: Peak, sizes: Mapping[str, Sequence[int]], here: Mapping[str, int]) -> list[Curve]:
+def curves(
+    peak: Peak, sizes: Mapping[str, Sequence[int]], here: Mapping[str, int]
+) -> list[PeakCurve]:
     """A curve along each size.
 
     Args:
@@ -78,7 +80,7 @@ def curves(peak: Peak, sizes: Mapping[str, Sequence[int]], here: Mapping[str, in
         given = {other: np.full_like(at, size) for other, size in here.items()} | {name: at}
         held = ", ".join(f"{other} {size:,}" for other, size in here.items() if other != name)
         totals = tuple(int(total) for total in peak(**given))
-        found.append(Curve(name, tuple(thinned), totals, held))
+        found.append(PeakCurve(name, tuple(thinned), totals, held))
     return found
 
 
@@ -121,7 +123,7 @@ def plot_front(path: str | Path, dots: Sequence[Dot], budget: int) -> None:
     _save(figure, path)
 
 
-def plot_curves(path: str | Path, drawn: Sequence[Curve], budget: int | None = None) -> None:
+def plot_curves(path: str | Path, drawn: Sequence[PeakCurve], budget: int | None = None) -> None:
     """The peak against each size, side by side, with the budget as a line.
 
     Raises:

@@ -62,13 +62,13 @@ _Line = tuple[list[str], list[int], str]  # names of a phase, its bytes, where i
 
 
 @dataclasses.dataclass(frozen=True)
-class _Column:
+class _TableColumn:
     title: str
     sources: tuple[int, ...]  # columns of `Ledger.bytes` that it adds up
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
+class _CallRows:
     """The rows of a call of a module.
 
     Attributes:
@@ -204,9 +204,9 @@ def _module_table(
         owns = at_peak.pop(called[0], 0) if called[1] == 0 else 0
         tail = _notes(called, group, _figure(owns, units, 2) if owns else "")
         states = _merged(rows[called], fold)
-        blocks.append(_Block(called[0] or "(root)", tail, called, states))
+        blocks.append(_CallRows(called[0] or "(root)", tail, called, states))
         if called == group.between_after:
-            blocks.append(_Block(*group.between(plain, units), called, ()))
+            blocks.append(_CallRows(*group.between(plain, units), called, ()))
     yield _fitted(blocks, units, width)
     others = [f"{name} owns {_figure(v, units, 2)}" for name, v in at_peak.items() if v]
     notes = [
@@ -222,7 +222,7 @@ def _module_table(
 def _rows(
     report: MemoryReport, ticks: dict[Where, int], owner: Callable[[str], str], chosen: set[str]
 ) -> dict[Called, dict[State, Matrix]]:
-    """Per call of a module, per state, a row as in `_Block`."""
+    """Per call of a module, per state, a row as in `_CallRows`."""
     ledger = report.ledger()
     owned = owned_rows(ledger, {w: t for w, t in ticks.items() if w.module in chosen}, owner)
     found: dict[Called, dict[State, Matrix]] = {}
@@ -233,7 +233,7 @@ def _rows(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
+class _LayerGroup:
     """Calls of modules that differ in a layer number only.
 
     Attributes:
@@ -277,17 +277,17 @@ def pattern(module: str) -> str:
     return re.sub(r"\b\d+\b", "*", module)
 
 
-def _groups(rows: dict[Called, dict[State, Matrix]], fold: bool) -> dict[Called, _Group]:
+def _groups(rows: dict[Called, dict[State, Matrix]], fold: bool) -> dict[Called, _LayerGroup]:
     """The group of each call."""
     alike: dict[Called, list[Called]] = {}
     for module, call in rows:
         key = (pattern(module), call) if fold else (module, call)
         alike.setdefault(key, []).append((module, call))
-    groups: dict[Called, _Group] = {}
+    groups: dict[Called, _LayerGroup] = {}
     for members in alike.values():
         equal = len(members) > 1 and all(_equal(rows[members[0]], rows[m]) for m in members[1:])
         shown = members[:1] if equal else members if len(members) < 3 else [members[0], members[-1]]
-        group = _Group(tuple(members), tuple(shown), equal)
+        group = _LayerGroup(tuple(members), tuple(shown), equal)
         groups |= dict.fromkeys(members, group)
     return groups
 
@@ -309,7 +309,7 @@ def _equal(one: dict[State, Matrix], other: dict[State, Matrix]) -> bool:
     return one.keys() == other.keys() and all((one[s] == other[s]).all() for s in one)
 
 
-def _notes(called: Called, group: _Group, owns: str) -> str:
+def _notes(called: Called, group: _LayerGroup, owns: str) -> str:
     """What stands after the name of a call."""
     notes = [f"call {called[1] + 1}"] if called[1] else []
     if group.equal:
@@ -340,13 +340,13 @@ def _merged(states: dict[State, Matrix], fold: bool) -> tuple[tuple[str, Matrix]
 # -- layout -------------------------------------------------------------------------------------
 
 
-def _fitted(blocks: Sequence[_Block], units: str, width: int) -> str:
+def _fitted(blocks: Sequence[_CallRows], units: str, width: int) -> str:
     """The first layout that is not too wide."""
     lines = [row for block in blocks for _, row in block.states]
     every = np.array(lines) if lines else np.zeros((1, 1 + 2 * HALF), dtype=np.int64)
     constant = (every == every[0]).all(0)[1:]
     varying = [i for i in range(HALF) if not constant[i]]
-    on_host = _Column("CPU", tuple(range(HALF, 2 * HALF)))
+    on_host = _TableColumn("CPU", tuple(range(HALF, 2 * HALF)))
     host = [] if constant[HALF:].all() else [on_host]
     for decimals in (2, 1, 0):
         for level in range(len(GROUPS) + 1):
@@ -358,9 +358,9 @@ def _fitted(blocks: Sequence[_Block], units: str, width: int) -> str:
 
 
 def _width(
-    blocks: Sequence[_Block],
+    blocks: Sequence[_CallRows],
     every: Matrix,
-    columns: Sequence[_Column],
+    columns: Sequence[_TableColumn],
     units: str,
     decimals: int,
 ) -> int:
@@ -376,7 +376,7 @@ def _width(
     return len(INDENT) + max(map(len, ["state", *labels])) + sum(2 + width for width in widths)
 
 
-def _columns(varying: Sequence[int], level: int) -> list[_Column]:
+def _columns(varying: Sequence[int], level: int) -> list[_TableColumn]:
     """A column per category, or per group of them up to that level."""
     left = list(varying)
     found: dict[tuple[int, ...], str] = {}
@@ -386,11 +386,11 @@ def _columns(varying: Sequence[int], level: int) -> list[_Column]:
             found[inside] = title
             left = [i for i in left if i not in inside]
     found |= {(i,): TITLES[CATEGORIES[i]] for i in left}
-    return [_Column(found[sources], sources) for sources in sorted(found)]
+    return [_TableColumn(found[sources], sources) for sources in sorted(found)]
 
 
 def _table(
-    blocks: Sequence[_Block], columns: Sequence[_Column], units: str, decimals: int
+    blocks: Sequence[_CallRows], columns: Sequence[_TableColumn], units: str, decimals: int
 ) -> list[str]:
     rows = []
     for block in blocks:
@@ -418,7 +418,7 @@ def grid(rows: list[list[str]], headers: Sequence[str], align: Sequence[str]) ->
     return [*lines[:tall], "  ".join("-" * width for width in widths), *lines[tall:]]
 
 
-def _with_titles(lines: list[str], blocks: Sequence[_Block], same: str, width: int) -> str:
+def _with_titles(lines: list[str], blocks: Sequence[_CallRows], same: str, width: int) -> str:
     """The lines of the table, with the title of each block before its own."""
     at = next(i for i, line in enumerate(lines) if line.startswith(f"{INDENT}--")) + 1
     found = lines[:at]

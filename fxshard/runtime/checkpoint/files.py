@@ -56,7 +56,7 @@ class New:
         """Write what this rank has to, and make it the latest state when all ranks have."""
         say("writing")
         with explained(self.failed):
-            save(state, storage_writer=_Writer(self.writing), process_group=ranks.group)
+            save(state, storage_writer=_CheckpointWriter(self.writing), process_group=ranks.group)
         say("checksums")
 
         def digests_of_mine() -> dict[str, str]:
@@ -195,7 +195,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-class _Writer(FileSystemWriter):
+class _CheckpointWriter(FileSystemWriter):
     """Torch's writer; its errors are those of the disk."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:

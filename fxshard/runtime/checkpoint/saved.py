@@ -69,7 +69,7 @@ def require_own(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """What a checkpoint has, read before anything is loaded; the last four are of its optimizer.
 
     Attributes:
@@ -115,7 +115,9 @@ class Saved:
         return cls(keys, params, states, groups, order)
 
 
-def to_load_into(model: nn.Module, optimizer: Optimizer | None, saved: Saved) -> dict[str, Any]:
+def to_load_into(
+    model: nn.Module, optimizer: Optimizer | None, saved: SavedCheckpoint
+) -> dict[str, Any]:
     """The state whose tensors torch overwrites: what was saved, and nothing else.
 
     Raises:
@@ -141,7 +143,9 @@ def to_load_into(model: nn.Module, optimizer: Optimizer | None, saved: Saved) ->
     return state
 
 
-def put(state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, saved: Saved) -> None:
+def put(
+    state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, saved: SavedCheckpoint
+) -> None:
     """Give `model` and `optimizer` the state that was loaded."""
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
@@ -294,7 +298,7 @@ def _states(keys: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
 
 
 @contextlib.contextmanager
-def _as_saved(optimizer: Optimizer, saved: Saved) -> Iterator[None]:
+def _as_saved(optimizer: Optimizer, saved: SavedCheckpoint) -> Iterator[None]:
     """`optimizer` has the options that were saved, for the step which makes state to load into."""
     live = [optimizer.param_groups[at] for at in saved.order]
     before = [dict(group) for group in live]
@@ -309,7 +313,7 @@ def _as_saved(optimizer: Optimizer, saved: Saved) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stated(optimizer: Optimizer, saved: Saved) -> Iterator[None]:
+def stated(optimizer: Optimizer, saved: SavedCheckpoint) -> Iterator[None]:
     """`optimizer` has state of the saved parameters and of no others; as before if that fails.
 
     torch makes state to load into by a step on gradients of zeros, if there is no state and no

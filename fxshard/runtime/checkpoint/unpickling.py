@@ -49,7 +49,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class Reader(FileSystemReader):
+class RestrictedReader(FileSystemReader):
     """Torch's reader; metadata can neither call anything nor name files outside the checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -63,7 +63,7 @@ class Reader(FileSystemReader):
         return metadata
 
 
-class Planner(DefaultLoadPlanner):
+class RestrictedPlanner(DefaultLoadPlanner):
     """Torch's planner; it refuses values that are neither tensors nor plain."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -23,14 +23,14 @@ from fxshard.runtime.checkpoint import background
 from fxshard.runtime.checkpoint.files import New, begin, check_digests, extra_of, latest
 from fxshard.runtime.checkpoint.ranks import Ranks, explained
 from fxshard.runtime.checkpoint.saved import (
-    Saved,
+    SavedCheckpoint,
     put,
     require_own,
     state_as_it_is,
     stated,
     to_load_into,
 )
-from fxshard.runtime.checkpoint.unpickling import Planner, Reader
+from fxshard.runtime.checkpoint.unpickling import RestrictedPlanner, RestrictedReader
 from fxshard.runtime.module import FxshardModule
 
 
@@ -160,7 +160,7 @@ def load_checkpoint(
     _together(model, ranks, "load_checkpoint")
     name, digests = ranks.first(lambda: latest(root), f"no complete checkpoint in {root}. {_CHECK}")
     version = root / name
-    reader = FileSystemReader(version) if trusted else Reader(version)
+    reader = FileSystemReader(version) if trusted else RestrictedReader(version)
     unreadable = f"{version} cannot be loaded"
     failed = f"{version} could not be loaded; was it saved with this model and optimizer?"
     with task(f"loading {version}", shown=progress) as say, contextlib.ExitStack() as stack:
@@ -168,14 +168,14 @@ def load_checkpoint(
         ranks.all(lambda: check_digests(version, digests, ranks), unreadable)
         extra = ranks.each(lambda: extra_of(version, trusted=trusted), unreadable)
         saved = ranks.each(
-            lambda: Saved.read(reader, version, model, optimizer, trusted=trusted), failed
+            lambda: SavedCheckpoint.read(reader, version, model, optimizer, trusted=trusted), failed
         )
         stack.enter_context(explained(failed))
         if optimizer is not None:
             stack.enter_context(stated(optimizer, saved))
         state = ranks.each(lambda: to_load_into(model, optimizer, saved), failed)
         say("reading")
-        planner = None if trusted else Planner()
+        planner = None if trusted else RestrictedPlanner()
         load(state, storage_reader=reader, planner=planner, process_group=process_group)
         ranks.all(lambda: put(state, model, optimizer, saved), failed)
     return extra

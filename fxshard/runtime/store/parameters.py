@@ -29,7 +29,7 @@ from fxshard.runtime import eager, loading, replaced, state
 from fxshard.runtime.initialise import NanWhereEmpty, holds_nan
 from fxshard.runtime.sharding import Sharding, Slot, home_of_shards, shard_parameters
 from fxshard.runtime.store.structure import Structure, names_now
-from fxshard.runtime.store.versions import Kept, State, is_unchanged, state_of
+from fxshard.runtime.store.versions import KeptParameter, State, is_unchanged, state_of
 from fxshard.runtime.unused import Reach
 from fxshard.runtime.world.c10d import C10dWorld
 from fxshard.runtime.world.mesh import world_over
@@ -81,7 +81,7 @@ class ParameterStore:
                 param.extension.shared_over(self.world.meshes[param.mesh].mesh)
         self.accumulated: dict[str, list[Tensor]] = {}
         self.partial: dict[str, list[Tensor]] = {}
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, KeptParameter] = {}
         self.gathered_in: dict[str, State] = {}
         self.reach: Reach = Reach()
         self.sync: bool = True
@@ -203,7 +203,9 @@ class ParameterStore:
     def keep(self, fqns: list[str], ranks: list[list[Tensor]]) -> None:
         """Keep unsharded parameters, with padding, per rank of this process (``fxshard::keep``)."""
         for fqn, *rows in zip(fqns, *ranks, strict=True):
-            self.kept[fqn] = Kept(rows, self.gathered_in.get(fqn) or state_of(self.slots[fqn]))
+            self.kept[fqn] = KeptParameter(
+                rows, self.gathered_in.get(fqn) or state_of(self.slots[fqn])
+            )
 
     def take(self, fqns: list[str]) -> list[list[Tensor]]:
         """What `keep` was given, once, per rank of this process (``fxshard::kept``)."""
@@ -431,7 +433,7 @@ class ParameterStore:
                     f"model.state_dict()."
                 )
 
-    def is_new(self, kept: Kept, slot: Slot) -> bool:
+    def is_new(self, kept: KeptParameter, slot: Slot) -> bool:
         """True if nothing was written since, and the unit computes in the same dtype."""
         computes_in = self.as_it_is(slot.param).compute_dtype
         return is_unchanged(slot, kept.state) and kept.rows[0].dtype is computes_in

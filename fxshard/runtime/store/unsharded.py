@@ -19,7 +19,7 @@ from fxshard.ir.units import index_of
 from fxshard.runtime import state
 from fxshard.runtime.sharding import Sharding, Slot
 from fxshard.runtime.store.reads import WRITTEN_COPY, ReadableStore
-from fxshard.runtime.store.versions import Kept, state_of
+from fxshard.runtime.store.versions import KeptParameter, state_of
 from fxshard.runtime.world.c10d import C10dWorld
 
 
@@ -30,7 +30,8 @@ class UnshardableStore(ReadableStore):
         super().__init__(sharding)
         self._unshards: contextlib.ExitStack | None = None
         self._unsharded: dict[int, list[_Shown]] = {}  # by unit
-        self._lying: dict[int, dict[str, Kept]] = {}  # by unit: of a call of it, for the next one
+        # By unit: of a call of it, for the next one.
+        self._lying: dict[int, dict[str, KeptParameter]] = {}
         self._recomputing: dict[int, str] = {}  # by unit: the module, in backward of a call of it
         self._again: dict[int, dict[str, Tensor]] = {}  # of one of these units, gathered again
 
@@ -271,7 +272,7 @@ class UnshardableStore(ReadableStore):
         shared = any(self.world.grids[slot.param.mesh].shards > 1 for slot in slots)
         if self.units[unit].stays and isinstance(self.world, C10dWorld) and shared:
             self._lying[unit] = {
-                slot.param.fqn: Kept([unsharded[slot.param.fqn].detach()], state_of(slot))
+                slot.param.fqn: KeptParameter([unsharded[slot.param.fqn].detach()], state_of(slot))
                 for slot in slots
             }
         shown = [unsharded[slot.param.fqn] for slot in slots]

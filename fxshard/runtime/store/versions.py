@@ -14,7 +14,7 @@ State = list[tuple[weakref.ref[Tensor], int]]  # see `state_of`
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptParameter:
     """An unsharded parameter that a backward has left.
 
     Attributes:
