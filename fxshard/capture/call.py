@@ -7,8 +7,8 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -35,8 +35,10 @@ from fxshard.ir.domain import Symbols
 from fxshard.ir.extensions import Extension
 from fxshard.ir.program import input_name, path_name
 from fxshard.ir.tensor_parallel import Placed
-from fxshard.ir.units import Unit
+from fxshard.ir.units import Param, Unit
 from fxshard.ir.whole import Whole
+
+T = TypeVar("T")
 
 aten: Any = torch.ops.aten
 
@@ -94,24 +96,19 @@ class Request:
     @functools.cached_property
     def extended(self) -> dict[int, Extension]:
         """By identity, parameters whose unsharded form is a tensor subclass."""
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            id(named[param.fqn]): param.extension
-            for unit in self.units
-            for param in unit.params
-            if param.extension is not None and param.extension.form.inner
-        }
+        said = self._of_params(lambda param: param.extension)
+        return {number: extension for number, extension in said.items() if extension.form.inner}
 
     @functools.cached_property
     def placed(self) -> dict[int, Placed]:
         """By identity, parameters that are DTensors of tensor parallelism."""
+        return self._of_params(lambda param: param.placed)
+
+    def _of_params(self, said: Callable[[Param], T | None]) -> dict[int, T]:
+        """By identity of the parameter, what is said of it."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            id(named[param.fqn]): param.placed
-            for unit in self.units
-            for param in unit.params
-            if param.placed is not None
-        }
+        params = (param for unit in self.units for param in unit.params)
+        return {id(named[param.fqn]): what for param in params if (what := said(param)) is not None}
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """Where the trace sees a tensor: what is on the meta device is to be where it computes."""
