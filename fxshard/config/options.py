@@ -35,7 +35,6 @@ TORCH_STRATEGIES: dict[ShardingStrategy, Strategy] = {
 STRATEGIES = tuple(TORCH_STRATEGIES.values())
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")  # those that take two dimensions of ranks
 KEEPING = ("shard_grad_op", "hybrid_shard_zero2")  # those that leave units unsharded after forward
-CHECKPOINTS = ("full", "selective")
 BACKENDS = ("eager", "inductor")
 PREFETCHES = ("pre", "post")
 REDUCE_OPS = ("avg", "sum", "max", "min")
