@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import fx
 
+from fxshard._torch import graphs
 from fxshard._torch.traced_collectives import WAIT, note_stands_for, ranks_of
 from fxshard.cost import operators
 from fxshard.hardware import Hardware, hardware_of
@@ -272,7 +273,7 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
     while todo:
         each = todo.pop()
         stays = each.op != "call_function" or tags.writes(each) or tags.is_random(each)
-        if not each.users and not stays and not getattr(each, "_erased", False):
+        if not each.users and not stays and not graphs.is_erased(each):
             todo += each.all_input_nodes
             graph.erase_node(each)
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from fxshard._torch import graphs, trees
 from fxshard._torch import sizes as torch_sizes
+from fxshard._torch.storages import storage_id
 from fxshard.capture import (
     attributes,
     batch_norm,
@@ -394,7 +395,7 @@ def _same_data(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Iterator[N
     before = [tensor.untyped_storage() for _, _, tensor in named]
     yield
     for (kind, name, tensor), storage in zip(named, before, strict=True):
-        if tensor.untyped_storage()._cdata != storage._cdata:
+        if storage_id(tensor) != storage_id(storage):
             own = name.rpartition(".")[2]
             raise CaptureError(
                 f"{kind} {name!r} is given other memory during forward (.data = ...), which "

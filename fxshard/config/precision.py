@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
+from fxshard._torch import fsdp1
 from fxshard._torch.modules import REDUCES_AS_STORED
 from fxshard.errors import ConfigError
 
@@ -96,7 +97,7 @@ class Precision:
                 buffer_dtype=policy.buffer_dtype,
                 cast_root_inputs=policy.cast_root_forward_inputs,
                 keep_low_precision_grads=policy.keep_low_precision_grads,
-                full_precision_classes=tuple(policy._module_classes_to_ignore),
+                full_precision_classes=fsdp1.full_precision_classes(policy),
             )
         raise ConfigError(
             f"mixed_precision={policy!r}: expected torch.distributed.fsdp.MixedPrecisionPolicy or "
