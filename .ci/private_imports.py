@@ -1,11 +1,15 @@
-"""Fails where a file outside of fxshard/_torch/ reaches into a private module of torch.
+"""Fails where a file outside of fxshard/_torch/ reaches into what is private to torch.
 
     python .ci/private_imports.py fxshard passes
 
 A private module has a component that starts with one underscore (``torch._functorch``). It is found
 in import statements, in ``importlib.import_module("...")`` and, through whatever name torch was
-imported by, in attribute chains (``torch._C``). Operators (``torch.ops.aten._to_copy``) and private
-members of classes are not modules, and pass.
+imported by, in attribute chains (``torch._C``). Operators (``torch.ops.aten._to_copy``) are no
+modules, and pass.
+
+Of what type an object is cannot be told here, so private attributes of torch's objects are known by
+name (`ATTRIBUTES`): those that code here has a use for. Attributes of modules that subclasses of
+nn.Module use too, such as ``_parameters``, are not among them.
 """
 
 import ast
@@ -14,6 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ALLOWED = Path("fxshard/_torch")
+ATTRIBUTES = {
+    *("_cdata", "_local_tensor", "_spec", "_schema", "_overloadpacket"),
+    *("_graph_namespace", "_erased", "_flat_weight_refs", "_flat_weights_names"),
+    *("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups"),
+    *("_HYBRID_SHARD_ZERO2", "_module_classes_to_ignore"),
+}
 
 
 def is_private(dotted: str) -> bool:
@@ -53,6 +63,8 @@ def offences(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield node.lineno, full
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
+            if node.attr in ATTRIBUTES:
+                yield node.lineno, ast.unparse(node)
             base = dotted_name(node.value, names)
             # Only the link that turns private is reported, once for the whole chain.
             if base and not is_private(base) and is_private(f"{base}.{node.attr}"):
@@ -62,6 +74,10 @@ def offences(tree: ast.Module) -> Iterator[tuple[int, str]]:
             name = getattr(called, "attr", getattr(called, "id", None))
             if name in ("import_module", "__import__") and is_private(str(argument)):
                 yield node.lineno, str(argument)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr"):
+            asked = {each.value for each in node.args[1:2] if isinstance(each, ast.Constant)}
+            if asked & ATTRIBUTES:
+                yield node.lineno, ast.unparse(node)
 
 
 def main(folders: list[str]) -> int:

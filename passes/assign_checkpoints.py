@@ -22,6 +22,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fxshard._torch.traced_collectives import WAIT
+from fxshard.config.checkpoints import CHECKPOINTS
 from fxshard.cost.activations import Seconds, choose
 from fxshard.cost.leaving import LEAST_BYTES
 from fxshard.cost.operators import node_seconds
@@ -31,16 +32,6 @@ from fxshard.ir.program import Fact, Program
 
 aten: Any = torch.ops.aten
 
-# What "selective" saves: operators whose work grows faster than their result.
-HEAVY = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    *(aten.convolution.default, aten._grouped_mm.default),
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.all_to_all_single.default,  # of experts: rows that others wait for
-)
 NUMBER = aten._local_scalar_dense.default  # item(), and what tolist() calls
 CONVERSIONS = (aten._to_copy.default,)
 SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -177,7 +168,7 @@ def is_saved(node: fx.Node, policy: str | int | Callable[..., CheckpointPolicy])
     if isinstance(policy, int):
         return False
     if isinstance(policy, str):
-        return policy == "selective" and node.target in HEAVY
+        return node.target in CHECKPOINTS[policy].saves
 
     def val(value: fx.Node) -> Any:
         return value.meta["val"]

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import fx
 
+from fxshard._torch import graphs
 from fxshard._torch.traced_collectives import WAIT, note_stands_for, ranks_of
 from fxshard.cost import operators
 from fxshard.hardware import Hardware, hardware_of
-from fxshard.ir import tags
+from fxshard.ir import layout, tags
 from fxshard.ir.program import Fact, Program
 
 aten: Any = torch.ops.aten
@@ -272,7 +273,7 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
     while todo:
         each = todo.pop()
         stays = each.op != "call_function" or tags.writes(each) or tags.is_random(each)
-        if not each.users and not stays and not getattr(each, "_erased", False):
+        if not each.users and not stays and not graphs.is_erased(each):
             todo += each.all_input_nodes
             graph.erase_node(each)
 
@@ -316,14 +317,16 @@ def scatter_in_parts(write: _CutWriter, found: SequenceCollective, count: int) -
     each = batch // count
     joined = tags.source(call)
     ranks = len(cast("Any", joined.args[0]))
+    shape = [each, length, width]
+    rows_of_rank = layout.part(shape, ranks, 1)[1]
     waits: list[fx.Node] = []
     with graph.inserting_before(found.wait):
         for i in range(count):
             bounds = (0, i * each * length, (i + 1) * each * length)
             part = write.call(aten.slice.Tensor, rows, *bounds, like=product)
             made = write.product(product, part)
-            view = write.call(aten.view.default, made, [each, length, width], like=product)
-            split = write.call(aten.split.Tensor, view, length // ranks, 1, like=joined)
+            view = write.call(aten.view.default, made, shape, like=product)
+            split = write.call(aten.split.Tensor, view, rows_of_rank, 1, like=joined)
             items = [write.call(operator.getitem, split, r, like=joined) for r in range(ranks)]
             sent = write.call(aten.cat.default, items, like=joined)
             waits.append(write.collective(call, sent))

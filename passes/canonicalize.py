@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import fx
 
+from fxshard._torch.operators import schema_of
 from fxshard.capture import fakes, shapes
 from fxshard.ir import tags
 from fxshard.ir.names import unit_of
@@ -235,7 +236,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return node.target is not operator.getitem if schema is None else bool(schema.is_mutable)
 
 

@@ -214,6 +214,11 @@ def set_state(module: nn.Module, state: Any) -> None:
     module.__dict__.setdefault(STATE_KEY, {})[_OWNER] = state
 
 
+def state_of(module: nn.Module) -> Any:
+    """What FSDP2 knows of a module that it has sharded; None of any other."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
 def without_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes of a module without what `set_state` put there; with those of other functions."""
     others = {of: state for of, state in attributes.get(STATE_KEY, {}).items() if of is not _OWNER}

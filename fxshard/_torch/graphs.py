@@ -119,6 +119,16 @@ def has_names_of(graph: fx.Graph, nodes: Sequence[fx.Node]) -> bool:
     return graph._graph_namespace._used_names == {node.name for node in nodes}
 
 
+def take_name(graph: fx.Graph, name: str) -> str:
+    """Take a name, as a new node would that asks for it; returns the one that is given."""
+    return graph._graph_namespace.create_name(name, None)
+
+
+def is_erased(node: fx.Node) -> bool:
+    """True if `node` has been erased from its graph."""
+    return node._erased
+
+
 def given_names(graph: fx.Graph) -> tuple[set[str], dict[str, int]]:
     """The names that `graph` does not give again, and per base name the number that it gave last.
 

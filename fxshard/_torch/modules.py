@@ -67,6 +67,19 @@ def global_hooks() -> list[tuple[str, int, Any]]:
     ]
 
 
+def forget_weights(module: nn.RNNBase) -> None:
+    """Drop the weak references to its weights, as ``RNNBase._apply`` does before it exchanges them.
+
+    (torch/nn/modules/rnn.py)
+    """
+    module._flat_weight_refs = []
+
+
+def weight_names(module: nn.RNNBase) -> list[str]:
+    """Names of its weights, in the order in which its kernels take them."""
+    return module._flat_weights_names
+
+
 def how_called(module: nn.Module | None, number: int) -> tuple[bool | None, ...]:
     """What else was said as the hook of this number was registered on the module; None: on all.
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
 
+from fxshard._torch import fully_sharded
 from fxshard.arguments import check_flag, check_progress
 from fxshard.config.checked import Config
 from fxshard.config.docs import with_options
@@ -238,7 +238,7 @@ def fully_shard(
 
 def _state(module: nn.Module) -> Any:
     """Torch's `fully_shard.state`: refused for a sharded module, None for any other."""
-    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    return fully_sharded.state_of(module)
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]

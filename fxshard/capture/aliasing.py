@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from fxshard._torch.operators import schema_of
+from fxshard._torch.storages import storage_id
 from fxshard.errors import CaptureError
 from fxshard.ir import tags
 from fxshard.ir.program import Program
@@ -25,7 +27,7 @@ def overlapping(tensors: Sequence[Tensor]) -> Groups:
     by_storage: dict[int, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
         if tensor.layout is torch.strided:
-            by_storage[tensor.untyped_storage()._cdata].append(i)
+            by_storage[storage_id(tensor)].append(i)
     if len(by_storage) == len(tensors):
         return ()
     found: list[tuple[int, ...]] = []
@@ -155,7 +157,7 @@ def refuse_unregistered(func: Any, args: tuple[Any, ...], kwargs: Any, line: str
     Raises:
         CaptureError: while tracing, everything else is fake.
     """
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return
     written = (*args[:1], *(kwargs or {}).values())  # ``out=`` is a keyword
     if any(type(value) is Tensor for value in written):

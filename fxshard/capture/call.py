@@ -7,14 +7,15 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
 from fxshard._torch import graphs, trees
 from fxshard._torch import sizes as torch_sizes
+from fxshard._torch.storages import storage_id
 from fxshard.capture import (
     attributes,
     batch_norm,
@@ -35,8 +36,10 @@ from fxshard.ir.domain import Symbols
 from fxshard.ir.extensions import Extension
 from fxshard.ir.program import input_name, path_name
 from fxshard.ir.tensor_parallel import Placed
-from fxshard.ir.units import Unit
+from fxshard.ir.units import Param, Unit
 from fxshard.ir.whole import Whole
+
+T = TypeVar("T")
 
 aten: Any = torch.ops.aten
 
@@ -94,24 +97,19 @@ class Request:
     @functools.cached_property
     def extended(self) -> dict[int, Extension]:
         """By identity, parameters whose unsharded form is a tensor subclass."""
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            id(named[param.fqn]): param.extension
-            for unit in self.units
-            for param in unit.params
-            if param.extension is not None and param.extension.form.inner
-        }
+        said = self._of_params(lambda param: param.extension)
+        return {number: extension for number, extension in said.items() if extension.form.inner}
 
     @functools.cached_property
     def placed(self) -> dict[int, Placed]:
         """By identity, parameters that are DTensors of tensor parallelism."""
+        return self._of_params(lambda param: param.placed)
+
+    def _of_params(self, said: Callable[[Param], T | None]) -> dict[int, T]:
+        """By identity of the parameter, what is said of it."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            id(named[param.fqn]): param.placed
-            for unit in self.units
-            for param in unit.params
-            if param.placed is not None
-        }
+        params = (param for unit in self.units for param in unit.params)
+        return {id(named[param.fqn]): what for param in params if (what := said(param)) is not None}
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """Where the trace sees a tensor: what is on the meta device is to be where it computes."""
@@ -397,7 +395,7 @@ def _same_data(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Iterator[N
     before = [tensor.untyped_storage() for _, _, tensor in named]
     yield
     for (kind, name, tensor), storage in zip(named, before, strict=True):
-        if tensor.untyped_storage()._cdata != storage._cdata:
+        if storage_id(tensor) != storage_id(storage):
             own = name.rpartition(".")[2]
             raise CaptureError(
                 f"{kind} {name!r} is given other memory during forward (.data = ...), which "

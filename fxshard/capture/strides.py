@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard._torch.operators import schema_of
 from fxshard.capture.results import OF_THE_CPU, RESULTS, dense_format
 
 aten: Any = torch.ops.aten
@@ -197,7 +198,7 @@ def is_narrow(func: Any, args: tuple[Any, ...], result: Tensor) -> bool:
     # torch has not tagged mish_backward, which is one.
     if torch.Tag.pointwise not in func.tags and func is not aten.mish_backward.default:
         return False
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return False
     tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     dtypes = {tensor.dtype for tensor in tensors} - {torch.bool}

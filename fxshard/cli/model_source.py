@@ -21,7 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fxshard.bytesize import is_size
 from fxshard.config.checked import Config
-from fxshard.config.options import BACKENDS, CHECKPOINTS, STRATEGIES
+from fxshard.config.checkpoints import CHECKPOINTS
+from fxshard.config.options import BACKENDS, STRATEGIES
 from fxshard.errors import ConfigError
 from fxshard.hardware import PRESETS as GPUS
 

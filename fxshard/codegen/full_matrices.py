@@ -21,6 +21,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from fxshard._torch.storages import storage_id
 from fxshard.errors import StepError
 from fxshard.ir.layout import ParamLayout, pieces
 
@@ -314,7 +315,7 @@ def _on_owner(
             for rank, part in enumerate(parts):
                 layout.rows_of(full, rank).copy_(part[at])
         found = _updated(matrices[i], update, i, full)
-        if found.untyped_storage()._cdata == received.untyped_storage()._cdata:
+        if storage_id(found) == storage_id(received):
             found = found.clone()  # its rows may lie where other ranks' are written to
         for rank, part in enumerate(parts):
             part[at].copy_(layout.rows_of(found, rank))

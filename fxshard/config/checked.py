@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from fxshard.arguments import check_called, check_flag
 from fxshard.bytesize import is_size, parse_budget, parse_bytes
+from fxshard.config.checkpoints import CHECKPOINTS
 from fxshard.config.options import (
     BACKENDS,
-    CHECKPOINTS,
     DEVICES,
     FLAGS,
     HYBRID,

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from fxshard._torch.fsdp1 import HYBRID_SHARD_ZERO2
 from fxshard.config.precision import Precision
 from fxshard.hardware import Hardware
 
@@ -30,12 +31,11 @@ TORCH_STRATEGIES: dict[ShardingStrategy, Strategy] = {
     ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
     ShardingStrategy.NO_SHARD: "no_shard",
     ShardingStrategy.HYBRID_SHARD: "hybrid_shard",
-    ShardingStrategy._HYBRID_SHARD_ZERO2: "hybrid_shard_zero2",
+    HYBRID_SHARD_ZERO2: "hybrid_shard_zero2",
 }
 STRATEGIES = tuple(TORCH_STRATEGIES.values())
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")  # those that take two dimensions of ranks
 KEEPING = ("shard_grad_op", "hybrid_shard_zero2")  # those that leave units unsharded after forward
-CHECKPOINTS = ("full", "selective")
 BACKENDS = ("eager", "inductor")
 PREFETCHES = ("pre", "post")
 REDUCE_OPS = ("avg", "sum", "max", "min")

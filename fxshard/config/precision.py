@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
+from fxshard._torch import fsdp1
 from fxshard._torch.modules import REDUCES_AS_STORED
 from fxshard.errors import ConfigError
 
@@ -85,24 +86,29 @@ class Precision:
                     instead = _NEWER.get(field.name, "Leave it out.")
                     raise ConfigError(f"mixed_precision: {field.name} is not supported. {instead}")
             return cls(
-                param_dtype=policy.param_dtype,
-                reduce_dtype=policy.reduce_dtype,
+                **_said_by_both(policy),
                 output_dtype=policy.output_dtype,
-                cast_inputs=policy.cast_forward_inputs,
                 cast_root_inputs=policy.cast_forward_inputs,
                 reduce_as_stored=REDUCES_AS_STORED and policy.param_dtype is not None,
             )
         if isinstance(policy, MixedPrecision):
             return cls(
-                param_dtype=policy.param_dtype,
-                reduce_dtype=policy.reduce_dtype,
+                **_said_by_both(policy),
                 buffer_dtype=policy.buffer_dtype,
-                cast_inputs=policy.cast_forward_inputs,
                 cast_root_inputs=policy.cast_root_forward_inputs,
                 keep_low_precision_grads=policy.keep_low_precision_grads,
-                full_precision_classes=tuple(policy._module_classes_to_ignore),
+                full_precision_classes=fsdp1.full_precision_classes(policy),
             )
         raise ConfigError(
             f"mixed_precision={policy!r}: expected torch.distributed.fsdp.MixedPrecisionPolicy or "
             f"MixedPrecision, or a dict from module classes or FQN globs to such policies."
         )
+
+
+def _said_by_both(policy: MixedPrecisionPolicy | MixedPrecision) -> dict[str, Any]:
+    """Our names of what torch's two classes both say."""
+    return {
+        "param_dtype": policy.param_dtype,
+        "reduce_dtype": policy.reduce_dtype,
+        "cast_inputs": policy.cast_forward_inputs,
+    }

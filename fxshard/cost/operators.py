@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxshard._torch.export import OpOverload
+from fxshard._torch.operators import schema_of
 from fxshard._torch.traced_collectives import is_collective, ranks_of
 from fxshard.hardware import Hardware
 from fxshard.ir import ops, tags
@@ -142,7 +143,7 @@ def is_view(node: fx.Node) -> bool:
     """True if `node` runs no kernel: placeholders, getitems, views."""
     if node.op != "call_function" or node.target is operator.getitem:
         return True
-    mutates = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    mutates = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
     return not mutates and tags.aliases_input(node)
 
 

@@ -31,6 +31,7 @@ from fxshard._torch.modes import (
     outside_function_modes,
     outside_modes,
 )
+from fxshard._torch.operators import schema_of
 from fxshard._torch.transforms import in_memory
 from fxshard._torch.trees import tree_iter, tree_map_tensors
 from fxshard.capture.provenance import DEVICE_OF, user_line
@@ -193,7 +194,7 @@ class TapeRecorder(TorchDispatchMode):
                 return _finished(func, func(*args, **kwargs)), of_torch
         if not all(map(is_fake, given)):
             args, kwargs = tree_map_tensors(self._without_values, (args, kwargs))
-            if func._schema.is_mutable:  # what is written into them is not known
+            if schema_of(func).is_mutable:  # what is written into them is not known
                 for tensor in real:
                     self._outdate(tensor.untyped_storage())
         answer = _assumed_finite(func, args)
@@ -405,12 +406,12 @@ def _keeps_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
     These are integers, or of any dtype if they are constant: some masks are made in fp32.
     """
-    if func._overloadpacket not in VALUED:
+    if func.overloadpacket not in VALUED:
         return False
     with outside_modes():
         made = func(*args, **kwargs | {"device": "meta"})
     whole = not (made.dtype.is_floating_point or made.dtype.is_complex)
-    valued = whole or func._overloadpacket in _CONSTANTS
+    valued = whole or func.overloadpacket in _CONSTANTS
     return valued and bool(made.nbytes <= VALUED_BYTES)
 
 

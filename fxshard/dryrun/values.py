@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from fxshard._torch.fake_tensors import UnsupportedOperatorException
-from fxshard._torch.fully_sharded import replaced
+from fxshard._torch.fully_sharded import local_of, replaced
 from fxshard._torch.remembered_device import TorchFunctionMode
 from fxshard.capture.provenance import user_line
 from fxshard.errors import CaptureError
@@ -60,7 +60,7 @@ class Values(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in (Tensor.item, Tensor.__bool__):
-            inside = getattr(args[0], "_local_tensor", args[0])
+            inside = local_of(args[0])
             module = sys._getframe(1).f_globals.get("__name__", "")
             if self._has_values(inside) or inside.is_meta:
                 pass

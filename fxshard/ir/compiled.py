@@ -9,6 +9,7 @@ from torch import fx
 
 from fxshard._torch import inductor
 from fxshard._torch.export import OpOverload
+from fxshard._torch.operators import schema_of
 from fxshard.ir import tags
 
 
@@ -62,12 +63,12 @@ def stays_apart(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload):
         return False
-    return target._schema.is_mutable or (tags.is_random(node) and not _without_dropout(node))
+    return schema_of(target).is_mutable or (tags.is_random(node) and not _without_dropout(node))
 
 
 def _without_dropout(node: fx.Node) -> bool:
     """True for attention whose dropout is off: it is tagged as random, and draws nothing."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    schema = schema_of(node.target).arguments
     given = {**dict(zip((a.name for a in schema), node.args, strict=False)), **node.kwargs}
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     return {**defaults, **given}.get("dropout_p") == 0.0

@@ -185,6 +185,10 @@ class ParamLayout:
         """Bytes of what rank 0 has, without padding."""
         return math.prod(self.local_shape()) * self.dtype.itemsize
 
+    def full_bytes(self, local_bytes: int) -> int:
+        """Bytes of all of a tensor that is cut as this one, of which rank 0 has so many."""
+        return local_bytes // max(1, math.prod(self.local_shape())) * math.prod(self.shape)
+
     def shard_numel_over(self, ranks: sympy.Expr) -> sympy.Expr:
         """`shard_numel` over another number of ranks, which pads this parameter if this one does.
 
@@ -437,19 +441,22 @@ def unpacked(
 
 
 def unpacked_places(
-    packed: Tensor, made: Sequence[Tensor], chunks: Sequence[Shape], dims: Sequence[int] = ()
-) -> Places:
-    """`both_places` of tensors whose chunks lie in one buffer, rank by rank.
+    packed: Tensor,
+    chunks: Sequence[Shape],
+    dims: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+) -> tuple[list[Tensor], Places]:
+    """Fresh tensors whose chunks lie in one buffer, rank by rank, and `both_places` of them.
 
     Args:
         packed: of the chunks of all ranks.
-        made: of the shapes that `unpacked` gives.
-        chunks, dims: as there.
+        chunks, dims, lengths: as of `unpacked`.
     """
     ranks = packed.numel() // sum(map(math.prod, chunks))
+    made = [packed.new_empty(shape) for shape in unpacked(ranks, chunks, dims, lengths)]
     found = pieces_by_rank(packed, ranks, chunks)
     every = zip(found, made, chunks, dims or [0] * len(made), strict=True)
-    return [place for each in every for place in both_places(*each)]
+    return made, [place for each in every for place in both_places(*each)]
 
 
 def pieces_by_rank(flat: Tensor, ranks: int, shapes: Sequence[Shape]) -> list[Tensor]:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from fxshard._torch.export import OpOverload
+from fxshard._torch.operators import schema_of
 from fxshard._torch.traced_collectives import is_collective
 from fxshard.ir import tags
 from fxshard.ir.layout import gathered, part, unpacked, with_rows
@@ -166,7 +167,7 @@ def makes(target: Any, args: tuple[Any, ...], empty: Empty) -> Any:
 
 def given(node: fx.Node) -> dict[str, Any]:
     """The arguments that `node` gives an operator of ours after the operands, by name."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     return {**node.kwargs, **dict(zip(names[1:], node.args[1:], strict=False))}
 
 
@@ -174,7 +175,7 @@ def argument(node: fx.Node, name: str) -> Any:
     """The argument of an operator by its name, or its default; None if it has no such argument."""
     if not isinstance(node.target, OpOverload):
         return None
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
             if position < len(node.args):
                 return node.args[position]

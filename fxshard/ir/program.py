@@ -53,6 +53,7 @@ from torch import Tensor, fx
 
 from fxshard._torch import export, fake_tensors, graphs
 from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard._torch.operators import schema_of
 from fxshard._torch.traced_collectives import is_collective
 from fxshard._torch.trees import TreeSpec
 from fxshard.ir import ops, tags
@@ -448,7 +449,7 @@ def _is_plain_view(node: fx.Node) -> bool:
     return (
         isinstance(target, export.OpOverload)
         and target.is_view
-        and [str(made.type) for made in target._schema.returns] == ["Tensor"]
+        and [str(made.type) for made in schema_of(target).returns] == ["Tensor"]
         and node.all_input_nodes == [node.args[0]]
     )
 

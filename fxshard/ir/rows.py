@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from fxshard._torch.operators import schema_of
 from fxshard.ir import tags
 
 aten: Any = torch.ops.aten
@@ -299,7 +300,7 @@ def _along(number: int, added: int = 0) -> Rule:
 
 
 def _default(node: fx.Node, number: int) -> Any:
-    given = node.target._schema.arguments[number].default_value  # type: ignore[union-attr]
+    given = schema_of(node.target).arguments[number].default_value
     if given is None:
         raise NotByRowsError("works along the rows")
     return given

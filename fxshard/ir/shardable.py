@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import data_parallel, fake_tensors
 from fxshard._torch.dtensors import local_part
+from fxshard._torch.storages import storage_id
 from fxshard.errors import CaptureError, UnitError
 from fxshard.ir.extensions import has_extension
 from fxshard.ir.tensor_parallel import PLACE
@@ -186,7 +187,7 @@ def _overlaps(tensors: Iterable[tuple[_Key, torch.Tensor]]) -> Iterator[tuple[_K
             first = int(tensor.storage_offset()) * tensor.element_size()
             spans = [s * (n - 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
             end = first + (sum(spans) + 1) * tensor.element_size()
-            places.setdefault(tensor.untyped_storage()._cdata, []).append((first, end, key))
+            places.setdefault(storage_id(tensor), []).append((first, end, key))
     for members in places.values():
         members.sort()
         for i, (_, end, key) in enumerate(members):
@@ -239,10 +240,10 @@ def check_constants(
     """
     named = dict(model.named_parameters())
     chosen = {p.fqn: named[p.fqn] for unit in units for p in unit.params if p.fqn in named}
-    known = {local_part(t).untyped_storage()._cdata: fqn for fqn, t in chosen.items() if t.numel()}
+    known = {storage_id(local_part(t)): fqn for fqn, t in chosen.items() if t.numel()}
     for tensor in constants.values():
         storage = tensor.untyped_storage()
-        fqn = getattr(storage, "_fxshard_was", known.get(storage._cdata))
+        fqn = getattr(storage, "_fxshard_was", known.get(storage_id(storage)))
         if fqn is not None:
             raise CaptureError(
                 f"forward reads parameter {fqn!r}, or a view of it, from elsewhere than its module "

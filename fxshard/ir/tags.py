@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxshard._torch.export import OpOverload
+from fxshard._torch.operators import schema_of
 
 Phase = Literal["forward", "backward"]
 Role = Literal[
@@ -199,13 +200,13 @@ def aliases_input(node: fx.Node) -> bool:
 
 def shares_by_schema(node: fx.Node) -> bool:
     """True if a result of its operator is of an input's storage: a view, or written in place."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    returns = getattr(schema_of(node.target), "returns", ())
     return any(getattr(returned, "alias_info", None) for returned in returns)
 
 
 def writes(node: fx.Node) -> bool:
     """True if the operator of `node` changes what it reads."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema is not None and bool(schema.is_mutable)
 
 

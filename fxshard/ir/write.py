@@ -241,7 +241,7 @@ def _names(program: Program) -> list[str]:
     read = fx.Graph()
     for node in program.graph.nodes:
         if node.op != "output":
-            read._graph_namespace.create_name(node.name, None)
+            graphs.take_name(read, node.name)
     own_used, own_count = graphs.given_names(read)
     names = sorted(used - own_used - {"output"})
     numbers = {word: n for word, n in sorted(count.items()) if own_count.get(word) != n}

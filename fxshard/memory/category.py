@@ -8,29 +8,57 @@ from typing import Any
 
 import numpy as np
 
+# Headings of tables too narrow for each category: what is added up, one group after the other.
+REST = "rest"
+PARAMS = "Params\n+ All\nGather"
+GRADS = "Grads\n+ Red.\nScat."
+SHARDS = "Shards"
+VALUES = "Act.\n+ Temp"
+OTHER = "other"  # all that is left
+GROUPS = (REST, PARAMS, GRADS, SHARDS, VALUES, OTHER)
+
 
 class Category(enum.Enum):
-    """What a storage is held for (torch/distributed/_tools/fsdp2_mem_tracker.py)."""
+    """What a storage is held for (torch/distributed/_tools/fsdp2_mem_tracker.py).
 
-    SHARDED_PARAM = "Sharded Param"
-    UNSHARDED_PARAM = "Unsharded Param"
-    BUFFER = "Buffer"
-    SHARDED_GRAD = "Sharded Grad"
-    UNSHARDED_GRAD = "Unsharded Grad"
-    ACTIVATION = "Activation"
-    TEMP = "Temp"
-    ALL_GATHER = "All Gather"
-    REDUCE_SCATTER = "Reduce Scatter"
-    OPT_STATE = "OptState"
-    INPUTS = "Inputs"
-    COMMUNICATION = "Communication Buffer"  # ours: of the model's own collectives, until the wait
+    Attributes:
+        heading: of tables, at most seven letters per line.
+        group: with which it is added up where there is no room, one of `GROUPS`.
+        color: of charts.
+        layer: its place in charts: from what lies still, at the bottom, to what comes and goes.
+        column: its place in `CATEGORIES`: a dictionary of an Enum hashes in Python.
+    """
 
-    column: int  # its place in `CATEGORIES`: a dictionary of an Enum hashes in Python
+    SHARDED_PARAM = "Sharded Param", "Shar-\nded\nParam", SHARDS, "#2b4c7e", 0
+    UNSHARDED_PARAM = "Unsharded Param", "Un-\nshard.\nParam", PARAMS, "#4f8fd6", 6
+    BUFFER = "Buffer", "Buffer", REST, "#9aa5b4", 2
+    SHARDED_GRAD = "Sharded Grad", "Shar-\nded\nGrad", SHARDS, "#b4581a", 4
+    UNSHARDED_GRAD = "Unsharded Grad", "Un-\nshard.\nGrad", GRADS, "#ef9a4d", 8
+    ACTIVATION = "Activation", "Acti-\nvation", VALUES, "#3aa57e", 5
+    TEMP = "Temp", "Temp", VALUES, "#e0607e", 11
+    ALL_GATHER = "All Gather", "All\nGather", PARAMS, "#a9cdf5", 7
+    REDUCE_SCATTER = "Reduce Scatter", "Reduce\nScat-\nter", GRADS, "#f6d08b", 9
+    OPT_STATE = "OptState", "Opt\nState", REST, "#7b61b8", 1
+    INPUTS = "Inputs", "Inputs", REST, "#c9d0da", 3
+    # ours: of the model's own collectives, until the wait
+    COMMUNICATION = "Communication Buffer", "Comm.\nBuffer", VALUES, "#8fcfb5", 10
+
+    _value_: str
+    heading: str
+    group: str
+    color: str
+    layer: int
+    column: int
+
+    def __new__(cls, name: str, heading: str, group: str, color: str, layer: int) -> Category:
+        made = object.__new__(cls)
+        made._value_ = name
+        made.heading, made.group, made.color, made.layer = heading, group, color, layer
+        made.column = len(cls.__members__)
+        return made
 
 
 CATEGORIES = tuple(Category)
-for _column, _category in enumerate(CATEGORIES):
-    _category.column = _column
 
 # From the launch of a gather to its free, and what is sent to be reduced.
 SENT = (Category.ALL_GATHER, Category.UNSHARDED_PARAM, Category.REDUCE_SCATTER)

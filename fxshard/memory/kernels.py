@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxshard._torch.operators import schema_of
 from fxshard.ir import ops, tags
 from fxshard.ir.program import Program
 from fxshard.ir.schedule import points
@@ -404,7 +405,7 @@ def copied(value: Any) -> int:
 
 def _arguments(node: fx.Node, *names: str) -> list[Any]:
     """What `node` passes to these arguments of its operator, or their defaults."""
-    schema: Any = node.target._schema  # type: ignore[union-attr]
+    schema: Any = schema_of(node.target)
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
     defaults = {a.name: a.default_value for a in schema.arguments}
     return [given.get(name, defaults[name]) for name in names]

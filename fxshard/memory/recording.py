@@ -17,6 +17,7 @@ import torch
 from fxshard._torch import collectives
 from fxshard._torch.fake_tensors import FakeTensorMode, is_fake
 from fxshard._torch.modes import TorchDispatchMode, is_wrapper
+from fxshard._torch.operators import schema_of
 from fxshard.ir import tags
 
 
@@ -117,7 +118,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
     if any(isinstance(value, (list, tuple, torch.Tensor)) for value in kwargs.values()):
         return None
     lengths = {len(a) for a in args if isinstance(a, (list, tuple))}
-    returns = [str(made.type) for made in func._schema.returns]
+    returns = [str(made.type) for made in schema_of(func).returns]
     if len(lengths) != 1 or returns not in ([], ["List[Tensor]"]):
         return None
     return lengths.pop()

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fxshard.bytesize import parse_bytes, size_text
 from fxshard.config.checked import Config
+from fxshard.config.checkpoints import CHECKPOINTS
 from fxshard.errors import ConfigError, DoesNotFitError, TooLittleError
 from fxshard.pipeline import Observer
 from fxshard.planner.search import Search, edge, middle
@@ -243,7 +244,7 @@ class _Fastest:
         if most < least:
             return
         step = max((most - least) // STEPS, 1)
-        policies: list[Choice] = [{"checkpoint": policy} for policy in ("full", "selective")]
+        policies: list[Choice] = [{"checkpoint": policy} for policy in CHECKPOINTS]
         if self._leaves(plain.changes):
             policies = [{**each, "offload_activations": True} for each in policies] + policies
         sizes = [{"checkpoint": size} for size in (least, *range(least + step, most, step))]

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fxshard.bytesize import size_text
 from fxshard.config.checked import Config
+from fxshard.config.checkpoints import CHECKPOINTS
 from fxshard.config.precision import Precision
 from fxshard.errors import ConfigError
 from fxshard.ir.program import Program
@@ -193,7 +194,7 @@ def _default(
         wide = dataclasses.replace(low, reduce_dtype=torch.float32)
         return [{"mixed_precision": each} for each in (low, wide, None)]
     if names == ("checkpoint",):
-        policies = (None, "selective", "full") if units > 1 else (None,)
+        policies = (None, *reversed(CHECKPOINTS)) if units > 1 else (None,)
         return [{"checkpoint": policy} for policy in policies]
     if names == ACTIVATIONS:
         return [{"offload_activations": None}, {"offload_activations": True}]

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fxshard.config.checked import Config
+from fxshard.config.checkpoints import CHECKPOINTS
 from fxshard.config.precision import Precision
 from fxshard.errors import FxshardError
 from fxshard.memory.explain import WhatIf
@@ -45,10 +46,11 @@ def candidates(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
             strategy = str(config.strategy).replace("shard_grad_op", "full_shard")
             changes = {"strategy": strategy.removesuffix("_zero2"), **changes}
         found.append(("reshard after forward", changes))
-    if len(plan.units) > 1 and config.checkpoint != "full":
-        found.append(("checkpoint each unit", {"checkpoint": "full"}))
-        if config.checkpoint != "selective":
-            found.append(("checkpoint selectively", {"checkpoint": "selective"}))
+    if len(plan.units) > 1:
+        for name, policy in CHECKPOINTS.items():
+            if name == config.checkpoint:  # the others save more
+                break
+            found.append((policy.what_if, {"checkpoint": name}))
     if config.offload is None:
         changes = {"offload": CPUOffloadPolicy()}
         found.append(("offload shards, gradients and optimizer states", changes))

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd, modes, transforms, trees
 from fxshard._torch import dtensors as torch_dtensors
+from fxshard._torch.operators import schema_of
+from fxshard._torch.storages import storage_id
 from fxshard.errors import StepError
 from fxshard.runtime.replaced import PLACE, place_of
 
@@ -116,7 +118,7 @@ def as_views(found: Any, of: Iterable[Tensor], place: Any) -> Any:
 
 def memory(tensor: Tensor) -> set[int]:
     """The storages of a tensor, below transforms of torch.func that run."""
-    return {each.untyped_storage()._cdata for each in transforms.in_memory(tensor)}
+    return {storage_id(each) for each in transforms.in_memory(tensor)}
 
 
 def is_array(found: Any) -> bool:
@@ -159,7 +161,7 @@ def copies_marked(found: Any, of: DTensor) -> Any:
     if type(torch_dtensors.local_tensor(of)) is not Tensor:
         return found
     for tensor in _dtensors(found):
-        if storage(tensor)._cdata != storage(of)._cdata:
+        if storage_id(storage(tensor)) != storage_id(storage(of)):
             mark_copy(storage(tensor))
     return found
 
@@ -192,7 +194,7 @@ def _dtensors(value: Any) -> list[DTensor]:
 @functools.cache
 def aliases(func: Any) -> tuple[tuple[int, ...], bool]:
     """Which arguments an operator writes, and whether it returns a view of the first one."""
-    aliases = [a.alias_info for a in func._schema.arguments if not a.kwarg_only]
+    aliases = [a.alias_info for a in schema_of(func).arguments if not a.kwarg_only]
     written = tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
     views = not written and bool(aliases) and aliases[0] is not None
     return written, views

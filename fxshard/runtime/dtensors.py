@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fxshard._torch import autograd, dtensors, export, trees
 from fxshard._torch.dtensors import sharded_like
+from fxshard._torch.operators import schema_of
 from fxshard.errors import StepError
 from fxshard.runtime import copies
 from fxshard.runtime.world.c10d import C10dWorld
@@ -84,7 +85,7 @@ def _operators() -> tuple[export.OpOverload, ...]:
         for operator in _all_operators()
         if "attention" not in operator.name()
         if torch.Tag.nondeterministic_seeded in operator.tags
-        if any(isinstance(a.type, torch.TensorType) for a in operator._schema.arguments)
+        if any(isinstance(a.type, torch.TensorType) for a in schema_of(operator).arguments)
     )
 
 
@@ -172,7 +173,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
     """The arguments that an operator writes."""
-    declared = func._schema.arguments
+    declared = schema_of(func).arguments
     given = [
         *zip(declared, args, strict=False),
         *((argument, kwargs[argument.name]) for argument in declared if argument.name in kwargs),

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fxshard._torch import autograd
 from fxshard._torch.dtensors import local_part
+from fxshard._torch.storages import storage_id
 from fxshard.errors import StepError
 from fxshard.ir import layout
 from fxshard.runtime.sharding import Slot
@@ -200,18 +201,18 @@ class Forwards:
 
     def note(self, source: Gathered, tensor: Tensor) -> None:
         """Note that `tensor` holds all rows of a parameter."""
-        self.alive[_address(tensor)] = source
+        self.alive[storage_id(tensor)] = source
         # The storage object that Python sees lives as long as the memory does.
         tensor.untyped_storage()._fxshard_gathered = source  # type: ignore[attr-defined]
 
     def name_of(self, tensor: Tensor) -> str | None:
         """FQN of the unsharded parameter that `tensor` is, or is a view of; else None."""
-        source = self.alive.get(_address(tensor))
+        source = self.alive.get(storage_id(tensor))
         return None if source is None else source.slot.param.fqn
 
     @torch.compiler.disable
     def _pack(self, tensor: Tensor) -> Any:
-        source = self.alive.get(_address(tensor))
+        source = self.alive.get(storage_id(tensor))
         if source is not None:
             size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
             now: Tensor = source.slot.tensor
@@ -267,7 +268,3 @@ def _again(
 def _unpack(saved: Any) -> Tensor:
     found: Tensor = saved if isinstance(saved, Tensor) else saved()
     return found
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

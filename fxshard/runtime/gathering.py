@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import autograd, optimizers, transforms, trees
 from fxshard._torch import dtensors as torch_dtensors
 from fxshard._torch.dtensors import sharded_like
+from fxshard._torch.storages import storage_id
 from fxshard.capture import refusals
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
@@ -527,7 +528,7 @@ def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
     known = {key for full in unsharded.values() for key in memory(full)}
     if is_array(found):
         _, slot = _origin(of)
-        if slot is not None and storage(of)._cdata == slot.local.untyped_storage()._cdata:
+        if slot is not None and storage_id(storage(of)) == storage_id(slot.local):
             found.flags.writeable = False  # in one process it would be the parameter's memory
         return found
     leaves, spec = trees.tree_flatten(found)
@@ -536,7 +537,7 @@ def _marked(found: Any, unsharded: dict[int, Tensor], of: DTensor) -> Any:
             continue
         if transforms.is_transformed(leaf):
             continue  # `as_views` marks it
-        if leaf.untyped_storage()._cdata in known:
+        if storage_id(leaf) in known:
             mark_copy(leaf.untyped_storage())
             leaves[i] = _gathering(dtensors.replicated(leaf, of), [of])
     found = trees.tree_unflatten(leaves, spec)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxshard._torch import dynamo, trees
+from fxshard._torch import modules as torch_modules
 from fxshard.capture import hf, refusals
 from fxshard.errors import ConfigError, StepError, UnitError
 from fxshard.ir.unit_choice import ignored_of
@@ -268,7 +269,7 @@ def _read(module: nn.Module, name: str) -> Any:
 
 def _read_flat_weights(self: Any) -> list[Any]:
     """The list that recurrent modules keep of their parameters, read at each access."""
-    return [getattr(self, name, None) for name in self._flat_weights_names]
+    return [getattr(self, name, None) for name in torch_modules.weight_names(self)]
 
 
 _FLAT_WEIGHTS = property(_read_flat_weights, lambda self, value: None)

@@ -6,13 +6,16 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fxshard.errors import ConfigError
+from fxshard.ir.layout import Grid
+from fxshard.passes.insert_reduce import InsertReduce
 from fxshard.runtime.runtime import Runtime
-from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.c10d import OPS, C10dWorld
+
+AVERAGE = InsertReduce()  # `register` refuses whatever else the options can say of it
 
 
 def register(runtime: Runtime, method: str, hook: Callable[..., Any]) -> None:
@@ -69,8 +72,9 @@ def register_after(runtime: Runtime, units: Iterable[int], hook: Callable[[Tenso
 def _reduced(runtime: Runtime, flat: Tensor, out: Tensor | None = None) -> None:
     """Write the mean of the ranks' rows into `out`, and call the hook with it, in place.
 
-    As FSDP2, fp16 is divided by about the root of the number of ranks on both sides of the sum.
-    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_reduce``)
+    Between the two divisions of the reduction, as FSDP2 calls it
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_reduce``). `out` is in the
+    program: `fxshard.runtime.eager.reduced` would make another.
     """
     hook = next(iter(runtime.after_reductions.values()))
     if out is None:
@@ -78,14 +82,10 @@ def _reduced(runtime: Runtime, flat: Tensor, out: Tensor | None = None) -> None:
         return
     assert isinstance(runtime.world, C10dWorld)
     group = runtime.world.groups["shard"]
-    if flat.dtype is not torch.float16:
-        dist.reduce_scatter_tensor(out, flat, dist.ReduceOp.AVG, group)
-        hook(out)
-        return
-    ranks, before = group.size(), 1.0
-    while ranks % before == 0 and ranks / before > before:
-        before *= 2
-    flat.div_(before)
-    dist.reduce_scatter_tensor(out, flat, dist.ReduceOp.SUM, group)
+    before, op, after = AVERAGE.division(flat.dtype, Grid(group.size()))
+    if before is not None:
+        flat.div_(before)
+    dist.reduce_scatter_tensor(out, flat, OPS[op], group)
     hook(out)
-    out.div_(ranks / before)
+    if after is not None:
+        out.div_(after)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fxshard._torch import autograd, dtensors
 from fxshard._torch.dtensors import joined, local_part
+from fxshard._torch.storages import storage_id
 from fxshard.capture.held import give_attributes, own_attributes
 from fxshard.config.checked import Config
 from fxshard.errors import StepError, UnitError
@@ -99,7 +100,7 @@ class Slot:
         tensor = self.owners[0][0]._parameters.get(self.owners[0][1])
         if not isinstance(tensor, DTensor) or self.param.extension is not None:
             return isinstance(tensor, DTensor)
-        return local_part(tensor).untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        return storage_id(local_part(tensor)) == storage_id(self.local)
 
     def as_held(self, local: Tensor) -> Tensor:
         """A tensor like `local` as the parameter holds it: in its subclass, if it is of one."""

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from fxshard._torch import autograd, dtensors, optimizers, trees
 from fxshard._torch import modules as torch_modules
 from fxshard._torch.dtensors import _dtensor, local_part, sharded_like
+from fxshard._torch.storages import storage_id
 from fxshard.capture import swapped
 from fxshard.capture.modules import without_wrappers
 from fxshard.errors import CheckpointError, ConfigError, StepError
@@ -393,7 +394,7 @@ def by_storage(slots: Iterable[Slot]) -> list[list[Slot]]:
     """`slots`, those together whose shards lie in one flat storage."""
     groups: dict[int, list[Slot]] = {}
     for slot in slots:
-        groups.setdefault(slot.shards[0].untyped_storage()._cdata, []).append(slot)
+        groups.setdefault(storage_id(slot.shards[0]), []).append(slot)
     return list(groups.values())
 
 
@@ -432,7 +433,7 @@ def _exchange(slot: Slot, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None
     tensor: Any = slot.tensor
     for module, _ in slot.owners:
         if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []  # weak references, which its own _apply drops too
+            torch_modules.forget_weights(module)
     grad, tensor.grad = tensor.grad, None
     if isinstance(tensor, DTensor):
         made = nn.Parameter(_dtensor(local, tensor), tensor.requires_grad)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxshard._torch.operators import schema_of
 from fxshard._torch.traced_collectives import is_called_otherwise
 from fxshard.ir import dump, ops, tags, transfers
 from fxshard.ir.layout import ParamLayout, gathered, split_by_rank
@@ -282,7 +283,7 @@ def _one_reduction(program: Program, item: fx.Node, fqn: str, seen: dict[fx.Node
 
 
 def _by_its_group(program: Program, launch: fx.Node, fqn: str) -> None:
-    schema = launch.target._schema.arguments  # type: ignore[union-attr]
+    schema = schema_of(launch.target).arguments
     kind = {argument.name: argument.default_value for argument in schema}.get("group")
     usual = None if kind is None else program.grid(fqn).group(str(kind))
     if usual is not None and ops.group(launch) != usual:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxshard._torch.operators import schema_of
 from fxshard._torch.traced_collectives import WAIT, is_waited_for
 from fxshard.errors import VerifyError
 from fxshard.ir import ops, tags, transfers
@@ -67,7 +68,7 @@ def tagged(program: Program) -> None:
             seen_backward = True
         elif seen_backward:
             fail(program, Fact.TAGGED, node, f"forward node %{node.name} stands in backward.")
-        returns = getattr(getattr(node.target, "_schema", None), "returns", [None])
+        returns = getattr(schema_of(node.target), "returns", [None])
         if returns and "val" not in node.meta:
             fail(program, Fact.TAGGED, node, f"%{node.name} has no fake value.")
         # Who reads a storage is found through the aliases of fake values: they must be right.

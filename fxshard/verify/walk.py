@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxshard._torch.operators import schema_of
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.program import Program
 
@@ -124,7 +125,7 @@ def maker(node: fx.Node) -> fx.Node:
 
 def reads_sizes(node: fx.Node) -> bool:
     """True for an operator that takes a size or a stride of a tensor, and no data of it."""
-    return str(getattr(node.target, "_schema", "")).startswith("aten::sym_")
+    return str(schema_of(node.target)).startswith("aten::sym_")
 
 
 def written(node: fx.Node) -> set[int]:
@@ -141,7 +142,7 @@ def written(node: fx.Node) -> set[int]:
 @functools.cache
 def _writable(target: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of each argument that an operator writes to."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return tuple(
         (i, argument.name)
         for i, argument in enumerate(schema.arguments if schema is not None else ())

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxshard._torch import collectives, data_parallel, dynamo, modes
 from fxshard._torch.modes import TorchDispatchMode
+from fxshard._torch.operators import schema_of
 from fxshard._torch.process_groups import fake_process_group
 
 
@@ -78,6 +79,24 @@ def test_gather_is_what_functional_collectives_call() -> None:
         waits: Any = functional.all_gather_tensor(torch.zeros(2), 0, dist.group.WORLD)
         waits.trigger_wait()
     assert str(collectives.GATHER) in seen.names
+
+
+def test_launches_are_what_functional_collectives_call_and_end_in_their_group() -> None:
+    calls: list[Any] = [
+        lambda x, group: functional.all_gather_tensor(x, 0, group),
+        lambda x, group: functional.all_to_all_single(x, None, None, group),
+        lambda x, group: functional.all_reduce(x, "sum", group),
+        lambda x, group: functional.reduce_scatter_tensor(x, "sum", 0, group),
+        lambda x, group: functional.broadcast(x, 0, group),
+    ]
+    with fake_process_group(0, 2), Seen() as seen:
+        for call in calls:
+            call(torch.zeros(2), dist.group.WORLD).trigger_wait()
+    launched = [name for name in seen.names if name in map(str, collectives.LAUNCHES)]
+    assert launched == [str(each) for each in collectives.LAUNCHES]
+    assert collectives.LAUNCHES[: len(collectives.SENDING)] == collectives.SENDING
+    for each in collectives.LAUNCHES:
+        assert schema_of(each).arguments[-1].name in ("group_name", "group")
 
 
 def test_the_work_of_finished_has_results() -> None:

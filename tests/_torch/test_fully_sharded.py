@@ -1,7 +1,9 @@
 """`fxshard._torch.fully_sharded` and `remembered_device`: what they rely on in torch."""
 
 import contextlib
+import importlib
 import inspect
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed import pipelining
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
 from torch.distributed.tensor import DTensor, Shard, _op_schema
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.testing._internal.two_tensor import TwoTensor
@@ -83,7 +86,8 @@ def test_attributes_are_put_back() -> None:
     class Owner:
         kept = 1
 
-    with fully_sharded.replaced([(Owner, "kept", 2), (Owner, "new", 3)]):
+    changes: list[fully_sharded.Change] = [(Owner, "kept", 2), (Owner, "new", 3)]
+    with fully_sharded.replaced(changes):
         assert vars(Owner)["kept"] == 2 and vars(Owner)["new"] == 3
     assert Owner.kept == 1 and not hasattr(Owner, "new")
 
@@ -253,6 +257,27 @@ def test_a_subclass_on_a_remembered_device_is_on_the_cpu_for_autograd() -> None:
         wrapped = TwoTensor(inside, inside).requires_grad_()
         (gradient,) = torch.autograd.grad((wrapped * 2).sum(), wrapped)
         assert isinstance(gradient, TwoTensor)
+
+
+def test_functions_that_ask_for_the_cpu_are_where_they_are_looked_for() -> None:
+    known = [*remembered_device.ON_CPU, *remembered_device.ON_DEVICE]
+    importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
+    importlib.import_module("fxshard.dryrun.recorder")
+    importlib.import_module("fxshard.capture.trace")
+    assert [
+        name for name in known if not any(module.startswith(name) for module in sys.modules)
+    ] == []
+    wraps, unsharded = remembered_device.WRAPPING
+    assert callable(getattr(_fsdp_common, wraps))
+    assert callable(getattr(_fsdp_param.FSDPParam, unsharded))
+
+
+def test_only_what_fsdp2_has_sharded_has_its_state() -> None:
+    module = nn.Linear(2, 2)
+    assert fully_sharded.state_of(module) is None
+    with fake_process_group(0, 2):
+        fully_shard(module)
+        assert fully_sharded.state_of(module) is fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def test_a_state_is_found_where_schedules_look_for_fsdp2s() -> None:

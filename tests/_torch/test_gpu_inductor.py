@@ -80,7 +80,8 @@ def test_compile_gets_fakes_of_dynamos_mode_and_code_for_a_gpu() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return torch.relu((x @ w).sin()).softmax(-1)
 
-    with gpu_inductor.inductor_replaced(compiler), FakeTensorMode() as mode:
+    given: gpu_inductor.Compiler = compiler
+    with gpu_inductor.inductor_replaced(given), FakeTensorMode() as mode:
         x, w = torch.empty(64, 32), torch.empty(32, 32, requires_grad=True)
         with pytest.raises(BaseException, match="not run here"):
             torch.compile(function, options={"epilogue_fusion": False})(x, w)

@@ -193,3 +193,17 @@ def test_names_that_a_graph_has_given() -> None:
     (again,) = other.nodes
     third = graph.call_function(aten.neg.default, (a,)).name
     assert other.call_function(aten.neg.default, (again,)).name == third != second.name
+
+
+def test_a_name_that_is_taken_is_not_given_again() -> None:
+    graph = fx.Graph()
+    assert torch_graphs.take_name(graph, "x") == "x"
+    assert graph.placeholder("x").name == "x_1" == torch_graphs.take_name(fx.Graph(), "x_1")
+
+
+def test_an_erased_node_says_so() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    assert not torch_graphs.is_erased(node)
+    graph.erase_node(node)
+    assert torch_graphs.is_erased(node)

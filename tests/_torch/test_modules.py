@@ -46,6 +46,23 @@ def test_batch_norms_share_a_forward_and_count_their_batches() -> None:
     assert norm.num_batches_tracked is not None and norm.num_batches_tracked.item() == 2
 
 
+def test_every_module_and_torch_have_each_kind_of_hooks() -> None:
+    for name in modules.HOOKS:
+        assert vars(nn.Module())[name] == {}
+        assert isinstance(getattr(torch.nn.modules.module, f"_global{name}"), dict)
+
+
+def test_recurrent_modules_know_their_weights() -> None:
+    module = nn.LSTM(2, 3)
+    weights: list[Any] = [getattr(module, name) for name in modules.weight_names(module)]
+    assert [id(weight) for weight in weights] == [id(each) for each in module._flat_weights]
+    assert len(module._flat_weight_refs) == len(weights)
+    modules.forget_weights(module)
+    assert module._flat_weight_refs == []
+    module.to(torch.float64)  # which would fail on references to other parameters
+    assert module(torch.ones(1, 2, dtype=torch.float64))[0].dtype is torch.float64
+
+
 @pytest.mark.parametrize(
     ("register", "kind"),
     [

@@ -41,6 +41,14 @@ def test_the_local_part_of_a_dtensor_can_be_replaced() -> None:
         assert param.to_local().data_ptr() == local.data_ptr(), "Slot.restore_storage has no effect"
 
 
+def test_one_tensor_is_gathered_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    with process_groups.fake_process_group(0, 3):
+        gathered = torch.zeros(6)
+        process_groups.all_gather_single(gathered, torch.ones(2), group=dist.group.WORLD)
+    assert gathered.tolist() == [1.0] * 6
+    assert not [each for each in recwarn if "all_gather" in str(each.message)]
+
+
 def test_a_mesh_forgets_its_groups() -> None:
     with process_groups.fake_process_group(0, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -262,8 +262,11 @@ def test_parameters_are_unpacked_as_they_were_packed(
     lengths = [each.unsharded_shape[each.dim] for each in found]
     shapes = layout.unpacked(ranks, chunks, dims, lengths)
     assert shapes == [each.unsharded_shape for each in found]
-    made = [torch.full(shape, -1) for shape in shapes]
-    for piece, place in layout.unpacked_places(torch.cat(sent), made, chunks, dims):
+    made, places = layout.unpacked_places(torch.cat(sent), chunks, dims, lengths)
+    assert [tuple(full.shape) for full in made] == shapes
+    for full in made:
+        full.fill_(-1)
+    for piece, place in places:
         place.copy_(piece)
     for each, full, whole in zip(found, made, wholes, strict=True):
         assert torch.equal(full.narrow(each.dim, 0, each.shape[each.dim]), whole)
@@ -279,8 +282,9 @@ def rows_computed(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Lines that cut rows among ranks, or compute how many some ranks have.
 
     That is a product, a quotient or a rest of a number of rows (``x.shape[0]``, ``rows``) and a
-    number of ranks; any quotient by a number of ranks that is rounded up; and a tensor that is cut
-    by torch into as many chunks as there are ranks.
+    number of ranks; any quotient by a number of ranks that is rounded up or down, if it is none of
+    two numbers of ranks; how many times the elements of chunks lie in a tensor; and a tensor that
+    is cut by torch into as many chunks as there are ranks.
     """
     for node in ast.walk(tree):
         found = False
@@ -290,10 +294,20 @@ def rows_computed(tree: ast.AST) -> Iterator[tuple[int, str]]:
             rounded_up = both[0].startswith("-") and counts_ranks(node.right)
             scales = isinstance(node.op, (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod))
             found = scales and (rounded_up or (of_rows and counts_ranks(node)))
+            found |= isinstance(node.op, ast.FloorDiv) and shares(node, both)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             found = node.func.attr in CUTS and any(map(counts_ranks, node.args))
         if found:
             yield node.lineno, ast.unparse(node)
+
+
+def shares(quotient: ast.BinOp, both: list[str]) -> bool:
+    """True for a length by a number of ranks, and for elements by those of chunks.
+
+    Not for ranks by ranks, as of a mesh.
+    """
+    by_ranks = name(quotient.right).lower() in RANKS_NAMED and not counts_ranks(quotient.left)
+    return by_ranks or (both[0].endswith("numel()") and "math.prod" in both[1])
 
 
 def counts_ranks(node: ast.AST) -> bool:
@@ -319,6 +333,8 @@ def sources() -> list[Path]:
         "x.chunk(mesh.size(0), dim)",
         "buffer.chunk(size)[rank]",
         "g.new_empty((g.shape[0] // size, *g.shape[1:]))",
+        "split(view, length // ranks, 1)",
+        "packed.numel() // sum(map(math.prod, chunks))",
     ],
 )
 def test_arithmetic_on_rows_is_found(line: str) -> None:

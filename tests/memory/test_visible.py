@@ -27,6 +27,7 @@ from tests.memory.visible_cases import PEAKS, Block, report
 SCHEMA = json.loads(
     (Path(fxshard.__file__).parent / "memory" / "views" / "report.schema.json").read_text("utf-8")
 )
+SCHEMA["$defs"]["category"] = {"enum": [category.value for category in CATEGORIES]}
 
 
 REPORTS = ("hand", "shared", "llama", "offload", "frozen")

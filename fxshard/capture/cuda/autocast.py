@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxshard._torch import export, modes, trees
 from fxshard._torch.export import OpOverload
+from fxshard._torch.operators import schema_of
 from fxshard.errors import CaptureError
 
 
@@ -155,7 +156,7 @@ def _kernel(name: str) -> Callable[..., Any]:
                 args, kwargs = _with_dtype(op, args, kwargs)
             elif what == "fp32 overload" and _is_cast(args[0]):
                 other = export.aten_operator(FP32_OVERLOAD[name])
-                given = list(args) + [a.default_value for a in op._schema.arguments[len(args) :]]
+                given = list(args) + [a.default_value for a in schema_of(op).arguments[len(args) :]]
                 return other(*given, dtype=torch.float32)
             elif what == "refused":
                 raise CaptureError(
@@ -188,7 +189,7 @@ def _with_dtype(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with ``dtype=torch.float32``, unless they say another."""
-    position = [argument.name for argument in op._schema.arguments].index("dtype")
+    position = [argument.name for argument in schema_of(op).arguments].index("dtype")
     given = args[position] if position < len(args) else kwargs.get("dtype")
     if given is not None:
         return args, kwargs

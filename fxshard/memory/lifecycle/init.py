@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard._torch.storages import storage_id
 from fxshard.capture.modules import join, own_tensors, put_back
 from fxshard.ir.program import nbytes
 from fxshard.ir.units import Param, buffer_dtypes
@@ -42,9 +43,9 @@ def _given(tree: ModuleTree, phase: str) -> tuple[Script, dict[int, list[LiveRan
         size = dense(tensor)
         if not isinstance(tensor, DTensor):
             storage = tensor.untyped_storage()
-            if storage._cdata in seen:
+            if storage_id(storage) in seen:
                 continue
-            seen.add(storage._cdata)
+            seen.add(storage_id(storage))
             size = storage.nbytes()
         category = Category.BUFFER if is_buffer else Category.UNSHARDED_PARAM
         if id(tensor) in ignored:

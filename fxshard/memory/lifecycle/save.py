@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,8 +191,9 @@ def optimizer_items(
     for number in step.held:
         size, key, fqn, shape = state = step.state[number]
         param = tree.program.params.get(fqn)
-        if param is not None and shape and shape == tree.program.layouts[fqn].local_shape():
-            full = size // max(1, math.prod(shape)) * math.prod(param.shape)
+        layout = tree.program.layouts.get(fqn)
+        if param is not None and layout and shape and shape == layout.local_shape():
+            full = layout.full_bytes(size)
             shards = tree.program.grid(param.fqn).shards
             items.append(
                 StateDictEntry(f"{fqn}.{key}", full, size, size, True, host, shards=shards)

@@ -33,35 +33,7 @@ DRAWN = 6000  # ticks that a page draws
 NEAR = 300  # on either side of the peak, all are drawn
 LANES = 8  # bars at once, per category and stream; more overlap in the last lane
 
-COLORS = {
-    Category.SHARDED_PARAM: "#2b4c7e",
-    Category.UNSHARDED_PARAM: "#4f8fd6",
-    Category.BUFFER: "#9aa5b4",
-    Category.SHARDED_GRAD: "#b4581a",
-    Category.UNSHARDED_GRAD: "#ef9a4d",
-    Category.ACTIVATION: "#3aa57e",
-    Category.TEMP: "#e0607e",
-    Category.ALL_GATHER: "#a9cdf5",
-    Category.REDUCE_SCATTER: "#f6d08b",
-    Category.OPT_STATE: "#7b61b8",
-    Category.INPUTS: "#c9d0da",
-    Category.COMMUNICATION: "#8fcfb5",
-}
-# From what lies still, at the bottom, to what comes and goes.
-STACK = (
-    Category.SHARDED_PARAM,
-    Category.OPT_STATE,
-    Category.BUFFER,
-    Category.INPUTS,
-    Category.SHARDED_GRAD,
-    Category.ACTIVATION,
-    Category.UNSHARDED_PARAM,
-    Category.ALL_GATHER,
-    Category.UNSHARDED_GRAD,
-    Category.REDUCE_SCATTER,
-    Category.COMMUNICATION,
-    Category.TEMP,
-)
+STACK = tuple(sorted(CATEGORIES, key=lambda category: category.layer))
 
 
 class Strings:
@@ -163,8 +135,8 @@ def contents(report: MemoryReport, *, first_step: bool = False) -> dict[str, Any
         "subtitle": _subtitle(report, first_step),
         "cards": list(_cards(report)),
         "note": _note(ledger, ticks, unit),
-        "kinds": [{"name": c.value, "color": COLORS[c]} for c in CATEGORIES],
-        "categories": [{"name": c.value, "color": COLORS[c]} for c in used],
+        "kinds": [{"name": c.value, "color": c.color} for c in CATEGORIES],
+        "categories": [{"name": c.value, "color": c.color} for c in used],
         "unit": unit,
         "scale": scale,
         "ticks": ticks,
@@ -300,7 +272,7 @@ def _bars(ledger: Ledger, texts: Strings) -> tuple[list[Any], list[Any], int]:
                 drawn_bars.append([lane, bar.begin, bar.end, bar.bytes, texts(bar.name), *ends])
             lane_count += max(2, 1 + max(bar.lane for bar in bars))
         if drawn_bars:
-            found.append({"name": category.value, "color": COLORS[category], "bars": drawn_bars})
+            found.append({"name": category.value, "color": category.color, "bars": drawn_bars})
     return found, labels, lane_count
 
 

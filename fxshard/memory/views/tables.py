@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from fxshard.bytesize import SIZES, size_text
 from fxshard.errors import ConfigError
-from fxshard.memory.category import CATEGORIES, Category, Matrix, State
+from fxshard.memory.category import CATEGORIES, GROUPS, OTHER, Matrix, State
 from fxshard.memory.ledger import HALF, LOSS, OPTIMIZER, PhaseBytes
 from fxshard.memory.owners import nearest, owned_rows, owners_at
 from fxshard.memory.report import MemoryReport
@@ -30,32 +30,6 @@ from fxshard.memory.states import Called, Where
 OUTSIDE = "outside"  # of the step
 INDENT = "  "  # of what stands under the name of a module
 LEAST_OF_NAME = 24  # letters of a module's name that its notes leave
-
-# Headers of at most seven letters per line.
-TITLES = {
-    Category.SHARDED_PARAM: "Shar-\nded\nParam",
-    Category.UNSHARDED_PARAM: "Un-\nshard.\nParam",
-    Category.BUFFER: "Buffer",
-    Category.SHARDED_GRAD: "Shar-\nded\nGrad",
-    Category.UNSHARDED_GRAD: "Un-\nshard.\nGrad",
-    Category.ACTIVATION: "Acti-\nvation",
-    Category.TEMP: "Temp",
-    Category.ALL_GATHER: "All\nGather",
-    Category.REDUCE_SCATTER: "Reduce\nScat-\nter",
-    Category.OPT_STATE: "Opt\nState",
-    Category.INPUTS: "Inputs",
-    Category.COMMUNICATION: "Comm.\nBuffer",
-}
-
-# What is added up where the width does not do, one after the other.
-GROUPS: tuple[tuple[str, frozenset[Category]], ...] = (
-    ("rest", frozenset({Category.BUFFER, Category.INPUTS, Category.OPT_STATE})),
-    ("Params\n+ All\nGather", frozenset({Category.UNSHARDED_PARAM, Category.ALL_GATHER})),
-    ("Grads\n+ Red.\nScat.", frozenset({Category.UNSHARDED_GRAD, Category.REDUCE_SCATTER})),
-    ("Shards", frozenset({Category.SHARDED_PARAM, Category.SHARDED_GRAD})),
-    ("Act.\n+ Temp", frozenset({Category.ACTIVATION, Category.TEMP, Category.COMMUNICATION})),
-    ("other", frozenset(Category)),
-)
 
 
 _Line = tuple[list[str], list[int], str]  # names of a phase, its bytes, where its peak is
@@ -380,12 +354,12 @@ def _columns(varying: Sequence[int], level: int) -> list[_TableColumn]:
     """A column per category, or per group of them up to that level."""
     left = list(varying)
     found: dict[tuple[int, ...], str] = {}
-    for title, members in reversed(GROUPS[:level]):
-        inside = tuple(i for i in left if CATEGORIES[i] in members)
+    for group in reversed(GROUPS[:level]):
+        inside = tuple(i for i in left if group in (OTHER, CATEGORIES[i].group))
         if len(inside) > 1:
-            found[inside] = title
+            found[inside] = group
             left = [i for i in left if i not in inside]
-    found |= {(i,): TITLES[CATEGORIES[i]] for i in left}
+    found |= {(i,): CATEGORIES[i].heading for i in left}
     return [_TableColumn(found[sources], sources) for sources in sorted(found)]
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fxshard._torch import autograd, optimizers, transforms
 from fxshard._torch.dtensors import local_part
+from fxshard._torch.storages import storage_id
 from fxshard.config.precision import Precision
 from fxshard.errors import ConfigError, FxshardError, RankMismatchError, StepError
 from fxshard.ir import meshes
@@ -292,9 +293,9 @@ class ParameterStore:
     def allocate(self, slot: Slot) -> None:
         """Give the flat storage in which the shard of `slot` lies memory, if it has none."""
         if slot.local.is_meta and isinstance(self.world, C10dWorld):
-            storage = slot.shards[0].untyped_storage()._cdata
+            storage = storage_id(slot.shards[0])
             groups = state.by_storage(self.slots.values())
-            members = next(g for g in groups if g[0].shards[0].untyped_storage()._cdata == storage)
+            members = next(g for g in groups if storage_id(g[0].shards[0]) == storage)
             device, pin = torch.device(self.world.mesh.device_type), self.config.offload_policy
             state.allocate(members, *home_of_shards(device, pin))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -433,10 +432,7 @@ class C10dWorld(AgreeingRank):
         dims: Sequence[int] = (),
         lengths: Sequence[int] = (),
     ) -> list[Tensor]:
-        size = packed[0].numel() // sum(map(math.prod, chunks))
-        shapes = layout.unpacked(size, chunks, dims, lengths)
-        made = [packed[0].new_empty(shape) for shape in shapes]
-        pairs = layout.unpacked_places(packed[0], made, chunks, dims)
+        made, pairs = layout.unpacked_places(packed[0], chunks, dims, lengths)
         optimizers.foreach_copy([place for _, place in pairs], [sent for sent, _ in pairs])
         return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -270,10 +269,8 @@ def _unpacked(
     dims: Sequence[int],
     lengths: Sequence[int],
 ) -> list[Tensor]:
-    size = packed.numel() // sum(map(math.prod, chunks))
-    shapes = layout.unpacked(size, chunks, dims, lengths)
-    made = [packed.new_empty(shape) for shape in shapes]
-    for sent, place in layout.unpacked_places(packed, made, chunks, dims):
+    made, pairs = layout.unpacked_places(packed, chunks, dims, lengths)
+    for sent, place in pairs:
         place.copy_(sent)
     return made
 
