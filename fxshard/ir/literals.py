@@ -329,7 +329,7 @@ _TOKEN = re.compile(
 )
 _TENSOR = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?(?:@(.+?))?(?::(\d+))?")
 _CONSTANTS = {"None": None, "True": True, "False": False, "_": trees.LEAF}
-_BARE = re.compile(r"(?!(?:inf|nan)\b)[A-Za-z_][\w.]*")
+_BARE = re.compile(r"(?!(?:inf|nan)\b|none$)[A-Za-z_][\w.]*")
 
 
 def bare(name: str) -> str:

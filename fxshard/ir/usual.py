@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxshard._torch.export import OpOverload
+from fxshard._torch.traced_collectives import WAIT
 from fxshard._torch.trees import TreeSpec
 from fxshard.ir import ops, tags
 from fxshard.ir.literals import Expected
@@ -121,13 +122,15 @@ def storages(node: fx.Node) -> Expected | None:
         if spec.in_place != "always" or not isinstance(node.args[0], (list, tuple)):
             return None
         return _among([_first(operand) for operand in node.args[0]])
+    if node.target is WAIT:
+        return _among([_first(node.args[0])])
     if not isinstance(node.target, OpOverload):
         return None
     places = _shared(node.target)
     if not any(place is not None for place in places):
         return None
-    found_ = [None if at is None else _first(_argument(node, *at)) for at in places]
-    return _among(found_ if len(found_) > 1 else found_ * 10_000)
+    shared = [None if at is None else _first(_argument(node, *at)) for at in places]
+    return _among(shared) if len(shared) > 1 else lambda place: shared[0]  # of all of a list
 
 
 def _among(found: Sequence[torch.UntypedStorage | None]) -> Expected:
@@ -150,11 +153,13 @@ def _shared(target: OpOverload) -> tuple[tuple[int, str] | None, ...]:
     schema = target._schema
     found: list[tuple[int, str] | None] = []
     for returned in schema.returns:
-        sets = returned.alias_info.before_set if returned.alias_info else set()
+        mine = returned.alias_info
         of = (
             (i, argument.name)
             for i, argument in enumerate(schema.arguments)
-            if argument.alias_info and argument.alias_info.before_set & sets
+            if (theirs := argument.alias_info) is not None
+            # Of a list of views the schema says that they lie in the argument, and not where.
+            and ("*" in theirs.after_set if mine is None else theirs.before_set & mine.before_set)
         )
         found.append(next(of, None))
     return tuple(found)
