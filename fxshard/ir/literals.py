@@ -10,8 +10,8 @@ parentheses come from a table, and classes from modules that this process has im
     option  = strides | "offset=" INT | "device=" DEVICE | "grad"
     storage = "new" | "%" NAME [ "." INT ] | STRING           (whose: a node's, or a constant's)
     word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree"
-            | "Precision" | "OpenTensor" | "Needs" | "Grid" | a function of sympy, or of torch's
-            sizes
+            | "function" | "Precision" | "OpenTensor" | "Needs" | "Grid" | "Ranks" | "Placed"
+            | "Mesh" | "Shard" | "Replicate" | "Partial" | a function of sympy, or of torch's sizes
 
 In a tree ``_`` is a leaf, and tuples, lists and dicts are written as such.
 """
@@ -24,14 +24,18 @@ import dataclasses
 import math
 import re
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fxshard._torch import fake_tensors, sizes, trees
+from fxshard._torch.dtensors import mesh_fields, mesh_of
 from fxshard._torch.fake_tensors import FakeTensor, FakeTensorMode
 from fxshard._torch.traced_collectives import Ranks
 from fxshard.config.precision import Precision
@@ -39,6 +43,7 @@ from fxshard.ir import dump
 from fxshard.ir.domain import OpenTensor
 from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
+from fxshard.ir.tensor_parallel import Placed
 
 
 # The storage that a tensor of a value lies in by default, by its place among them; None: its own.
@@ -162,6 +167,19 @@ class Writer:
             return tree if tree == "_" or tree.startswith("tree(") else f"tree({tree})"
         if kind in (Precision, OpenTensor, Needs, Grid, Ranks):
             return f"{kind.__name__}({self.fields(value, ', ')})"
+        if kind is Placed:
+            return f"Placed({self.fields(value, ', ')})"
+        if isinstance(value, DeviceMesh):
+            parts = (f"{key}={self.value(held)}" for key, held in mesh_fields(value).items())
+            return f"Mesh({', '.join(parts)})"
+        if kind in (Shard, Replicate, Partial):
+            argument = value.dim if kind is Shard else value.reduce_op if kind is Partial else None
+            return f"{kind.__name__}({'' if argument is None else repr(argument)})"
+        if kind is types.FunctionType:
+            name = f"{value.__module__}:{value.__qualname__}"
+            if _found(name) is value:
+                return f"function({name!r})"
+            raise NoText(f"{value!r}, a function that is not found again as {name}")
         if isinstance(value, type) or value is collections.namedtuple:
             name = f"{value.__module__}:{value.__qualname__}"
             try:
@@ -290,7 +308,26 @@ def _ints(numbers: Any) -> str:
 
 def _class(name: str) -> Any:
     """``module:Class``, of a module that is imported already; no attribute is asked of it."""
-    module, _, path = name.partition(":")
+    found = _found(name)
+    if not isinstance(found, type) and found is not collections.namedtuple:
+        raise Unreadable(f"{name} is no class")
+    return found
+
+
+def _function(name: str) -> Any:
+    """``module:function`` of Python's, of a module that is imported already; nothing calls it.
+
+    It is what the user's checkpoint policy was: passes ask which modules have one.
+    """
+    found = _found(name)
+    if not isinstance(found, types.FunctionType):
+        raise Unreadable(f"{name} is no function")
+    return found
+
+
+def _found(name: str) -> Any:
+    """What a module that is imported has by a name, or None; no attribute is asked of it."""
+    module, _, path = str(name).partition(":")
     found: Any = sys.modules.get(module)
     if found is None:
         raise Unreadable(
@@ -299,8 +336,6 @@ def _class(name: str) -> Any:
         )
     for word in path.split("."):
         found = vars(found).get(word) if hasattr(found, "__dict__") else None
-    if not isinstance(found, type) and found is not collections.namedtuple:
-        raise Unreadable(f"{name} is no class")
     return found
 
 
@@ -620,5 +655,11 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "Needs": Needs,
     "Grid": Grid,
     "Ranks": Ranks,
+    "Placed": Placed,
+    "Mesh": mesh_of,
+    "Shard": Shard,
+    "Replicate": Replicate,
+    "Partial": Partial,
+    "function": _function,
     "OpenTensor": _open_tensor,
 }

@@ -158,8 +158,9 @@ def _shared(target: OpOverload) -> tuple[tuple[int, str] | None, ...]:
             (i, argument.name)
             for i, argument in enumerate(schema.arguments)
             if (theirs := argument.alias_info) is not None
-            # Of a list of views the schema says that they lie in the argument, and not where.
-            and ("*" in theirs.after_set if mine is None else theirs.before_set & mine.before_set)
+            and mine is not None
+            # Of a list of views the schema says of the argument that it is in some list.
+            and (theirs.before_set & mine.before_set or "*" in theirs.after_set)
         )
         found.append(next(of, None))
     return tuple(found)

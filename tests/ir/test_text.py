@@ -9,18 +9,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Shard
 
 import fxshard
 from fxshard import pipeline, verify
+from fxshard._torch.process_groups import fake_process_group
 from fxshard.codegen.emit import emit
 from fxshard.config.checked import Config
 from fxshard.errors import FxshardError, TextError
 from fxshard.ir import dump, ops, tags, text
+from fxshard.ir.domain import LAYOUT
 from fxshard.ir.program import Program
 from fxshard.ir.splitting import configured_units
+from fxshard.ir.tensor_parallel import Placed
 from tests import captures, graphs, texts
 from tests.passes.passes_cases import marked
 from tests.verify.settings import HALF, SETTINGS, traced
@@ -213,7 +219,31 @@ def with_an_object(program: Program) -> None:
 
 
 def with_a_policy(program: Program) -> None:
-    program.checkpoints = {"layers.0": never}
+    program.checkpoints = {"layers.0": lambda *args: None}
+
+
+def with_a_policy_of_others(program: Program) -> None:
+    program.checkpoints = {"layers.0": functools.partial(never, 1)}
+
+
+def with_a_mode(program: Program) -> None:
+    class Mode(type(program.fake_mode)):  # type: ignore[misc]
+        pass
+
+    program.fake_mode = Mode()
+
+
+def with_two_of_a_name(program: Program) -> None:
+    sizes = [sympy.Symbol("s0"), sympy.Symbol("s0", positive=True)]
+    for node, size in zip(program.graph.nodes, sizes, strict=False):
+        node.meta[LAYOUT] = (((size,), (1,), 0),)
+
+
+def with_aliases_of_no_node(program: Program) -> None:
+    node = next(n for n in program.graph.nodes if n.target is torch.ops.aten.tanh.default)
+    with program.fake_mode:
+        other = torch.empty(3)
+    node.kwargs = {"some": other, "more": other[1:]}
 
 
 def with_a_local_class(program: Program) -> None:
@@ -237,7 +267,11 @@ def with_another_schedule(program: Program) -> None:
         (of_higher_order, r"%tanh\w* .*no operator of torch's registry: cond"),
         (with_data, r"%tanh\w* .*holds a tensor with data"),
         (with_an_object, r"%tanh\w* .*holds a torch\._C\.Generator"),
-        (with_a_policy, r"checkpoints holds a builtins.function"),
+        (with_a_policy, r"checkpoints holds .*lambda.*, a function that is not found again"),
+        (with_a_policy_of_others, r"checkpoints holds a functools.partial"),
+        (with_a_mode, r"mode holds .*Mode.*not found again"),
+        (with_two_of_a_name, r"holds two symbols of the name s0"),
+        (with_aliases_of_no_node, r"%tanh\w* .*aliases one of no node"),
         (with_a_local_class, r"signature holds .*Local.*not found again"),
         (with_another_schedule, r"its schedule is not the one of its graph"),
     ],
@@ -247,6 +281,50 @@ def test_what_has_no_text_is_refused(spoil: Callable[[Program], None], said: str
     spoil(program)
     with pytest.raises(TextError, match=said):
         text.write(program)
+
+
+def test_a_policy_of_a_module_is_a_name() -> None:
+    """Nothing calls it when it is read; it must be a function, of a module that is imported."""
+    program = graphs.layered()
+    program.checkpoints = {"layers.0": never, "layers.1": "full"}
+    written = text.write(program)
+    assert " checkpoints={'layers.0': function('tests.ir.test_text:never'), " in written
+    assert texts.again(program).checkpoints == program.checkpoints
+    for name, said in (
+        ("tests.ir.test_text:nowhere", "is no function"),
+        ("tests.ir.test_text:Odd", "is no function"),
+        ("os:system", "is no function"),
+        ("nowhere.a:b", "has not imported nowhere.a"),
+    ):
+        with pytest.raises(TextError, match=said):
+            text.parse(written.replace("tests.ir.test_text:never", name))
+
+
+def test_parameters_of_tensor_parallelism_are_read_where_no_group_is() -> None:
+    """As a rank has them: the mesh is equal to that rank's, and has no process groups."""
+    with fake_process_group(3, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        placed = Placed.on(mesh, (Shard(0),), (8, 4), (4, 1))
+        program = graphs.chain(depth=1)
+        root, unit = program.units
+        (param,) = unit.params
+        param = dataclasses.replace(param, placed=placed)
+        program.units = (root, dataclasses.replace(unit, params=(param,)))
+        where = ((0, dataclasses.replace(placed, placements=(Partial("avg"),))),)
+        program.signature = dataclasses.replace(program.signature, placed=where)
+        written = text.write(program)
+        assert texts.again(program).units == program.units
+    assert (
+        "placed=Placed(mesh=Mesh(device='cpu', axes=(((2,), (1,)),), ranks=(0, 1, 2, 3), "
+        "names=('tp',), groups=('"
+    ) in written
+    read = text.parse(written)
+    assert text.write(read) == written
+    (again,) = read.parallel.values()
+    assert (again.group, again.rank, again.local_shape) == ("tp", 1, (4, 4))
+    assert again.mesh.get_rank() == 3 and again.mesh.mesh.tolist() == [2, 3]
+    with pytest.raises(TextError, match="no program has this"):
+        text.parse(written.replace("axes=(((2,), (1,)),)", "axes=(((2,), (7,)),)"))
 
 
 @pytest.mark.slow
