@@ -143,10 +143,9 @@ def _signature(graph: fx.Graph, results: list[Result], training: bool) -> Signat
     roles = [(tags.get(n).role, tags.get(n).fqn) for n in graph.find_nodes(op="placeholder")]
     inputs = tuple(int(fqn or 0) for role, fqn in roles if role == "input")
     outputs = tuple(r.name for r in results if r.kind == "output")
-    empty = tree_flatten(((), {}))[1]
     return Signature(
-        in_spec=empty,
-        out_spec=empty,
+        in_spec=tree_flatten(((0,) * len(inputs), {}))[1],
+        out_spec=tree_flatten((0,) * len(outputs))[1],
         inputs=(None,) * len(inputs),
         tensor_inputs=inputs,
         outputs=(None,) * len(outputs),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxshard import pipeline
-from fxshard._torch import graphs
+from fxshard._torch import graphs, traced_collectives
 from fxshard.errors import TextError
 from fxshard.ir import dump, text
 from fxshard.ir.domain import LAYOUT, OPEN
@@ -77,6 +77,7 @@ def assert_equal_graphs(one: fx.Graph, other: fx.Graph) -> None:
         assert with_types((a.args, a.kwargs)) == with_types((b.args, b.kwargs)), a.name
         assert [n.name for n in a.users] == [n.name for n in b.users], a.name
         assert a.meta.get("fxshard") == b.meta.get("fxshard"), a.name
+        assert traced_collectives.notes(a) == traced_collectives.notes(b), a.name
         assert ("val" in a.meta) == ("val" in b.meta), a.name
         assert described(a.meta.get("val"), mine) == described(b.meta.get("val"), theirs), a.name
         for key in (LAYOUT, OPEN):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed import _mesh_layout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, debug
 from torch.distributed.tensor._api import _FromTorchTensor, _ToTorchTensor
@@ -110,6 +111,90 @@ def group_id(mesh: DeviceMesh) -> str:
     """
     (name,) = mesh._dim_group_names
     return str(name)
+
+
+def mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
+    """What `mesh_of` makes an equal mesh of: numbers and names.
+
+    (torch/distributed/device_mesh.py, ``DeviceMesh.__eq__``; torch/distributed/_mesh_layout.py)
+    """
+    layout: Any = mesh._layout
+    if hasattr(layout, "axes"):
+        axes = [(axis.shape, axis.stride) for axis in layout.axes]
+    else:  # before torch 2.13
+        axes = list(zip(layout.shape, layout.stride, strict=True))
+    return {
+        "device": mesh.device_type,
+        "axes": tuple((_numbers(shape), _numbers(stride)) for shape, stride in axes),
+        "ranks": tuple(mesh._rank_map.tolist()),
+        "names": tuple(mesh.mesh_dim_names or ()),
+        "groups": tuple(map(str, getattr(mesh, "_dim_group_names", ()))),
+        "rank": int(mesh._rank),
+    }
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+class _Alone(DeviceMesh):
+    """A mesh in a process that is no rank: it asks none which rank it is."""
+
+    def __init__(self, device: str, *, _rank: int, **given: Any) -> None:
+        self._rank = _rank
+        super().__init__(device, _rank=_rank, **given)
+
+    def _get_mesh_tensor_from_full_mesh(
+        self, full_mesh: Tensor, current_rank: int | None = None
+    ) -> Tensor:
+        return super()._get_mesh_tensor_from_full_mesh(full_mesh, self._rank)
+
+    def get_rank(self) -> int:
+        return self._rank
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        names = self.mesh_dim_names or ()
+        place = names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
+        coordinate = self.get_coordinate()
+        assert coordinate is not None
+        return int(coordinate[place])
+
+
+def mesh_of(
+    device: str,
+    axes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    ranks: Sequence[int],
+    names: Sequence[str],
+    groups: Sequence[str],
+    rank: int,
+) -> DeviceMesh:
+    """A mesh as `rank` has it, of what `mesh_fields` says. It makes no process groups.
+
+    Those that it names are its groups where this process has them.
+
+    Raises:
+        ValueError: `rank` is not among `ranks`.
+    """
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} is not in {list(ranks)}")
+    layout: Any
+    if hasattr(_mesh_layout, "_FlatLayout"):
+        layout = _mesh_layout._MeshLayout([_mesh_layout._FlatLayout(*axis) for axis in axes])
+    else:  # before torch 2.13
+        parts = [[part[0] if len(part) == 1 else part for part in axis] for axis in axes]
+        layout = _mesh_layout._MeshLayout(*map(tuple, zip(*parts, strict=True)))
+    kind = DeviceMesh if torch.distributed.is_initialized() else _Alone
+    made = kind(
+        str(device),
+        _layout=layout,
+        _rank_map=torch.tensor(ranks, dtype=torch.int),
+        mesh_dim_names=tuple(names) or None,
+        _init_backend=False,
+        _rank=rank,
+    )
+    if groups:
+        made._dim_group_names = list(groups)
+    return made
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:

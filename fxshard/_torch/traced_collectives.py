@@ -343,6 +343,19 @@ def note_repeats(copy: fx.Node, node: fx.Node) -> None:
     copy.meta[_REPEATS] = node.meta[_NAME] = node.name
 
 
+def notes(node: fx.Node) -> dict[str, Any]:
+    """All that is noted of `node`, by what it is; `note_all` notes it of another."""
+    return {word: node.meta[key] for word, key in _WORDS.items() if key in node.meta}
+
+
+def note_all(node: fx.Node, found: dict[str, Any]) -> None:
+    """Note of `node` what `notes` has said."""
+    node.meta |= {_WORDS[word]: value for word, value in found.items()}
+
+
+_WORDS = {"ranks": _RANKS, "called": _CALLED, "repeated_as": _NAME, "repeats": _REPEATS}
+
+
 def is_called_otherwise(node: fx.Node) -> bool:
     """True if what has been noted of `node` holds no more."""
     return _CALLED in node.meta and node.meta[_CALLED] != str(node.args[1:])

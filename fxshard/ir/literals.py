@@ -6,11 +6,14 @@ parentheses come from a table, and classes from modules that this process has im
     value   = "None" | "True" | "False" | INT | FLOAT | "inf" | "nan" | STRING
             | "[" values "]" | "(" values [","] ")" | "{" [ value ":" value { "," ... } ] "}"
             | "%" NAME | "$" SYMBOL | "torch." NAME | tensor | word "(" values ")"
-    tensor  = DTYPE "[" sizes "]" [ "{" option { " " option } "}" ] "@" STORAGE [ ":" BYTES ]
-    option  = "stride=" sizes | "offset=" INT | "device=" DEVICE | "grad"
-    word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree" | "leaf"
-            | "Precision" | "OpenTensor" | "Needs" | "Grid" | a function of sympy, or of torch's
-            sizes
+    tensor  = DTYPE "[" sizes "]" [ "{" option { " " option } "}" ] [ "@" storage ] [ ":" BYTES ]
+    option  = strides | "offset=" INT | "device=" DEVICE | "grad"
+    storage = "new" | "%" NAME [ "." INT ] | STRING           (whose: a node's, or a constant's)
+    word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree"
+            | "function" | "Precision" | "OpenTensor" | "Needs" | "Grid" | "Ranks" | "Placed"
+            | "Mesh" | "Shard" | "Replicate" | "Partial" | a function of sympy, or of torch's sizes
+
+In a tree ``_`` is a leaf, and tuples, lists and dicts are written as such.
 """
 
 from __future__ import annotations
@@ -21,20 +24,34 @@ import dataclasses
 import math
 import re
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fxshard._torch import fake_tensors, sizes, trees
+from fxshard._torch.dtensors import mesh_fields, mesh_of
 from fxshard._torch.fake_tensors import FakeTensor, FakeTensorMode
+from fxshard._torch.traced_collectives import Ranks
 from fxshard.config.precision import Precision
 from fxshard.ir import dump
 from fxshard.ir.domain import OpenTensor
 from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
+from fxshard.ir.tensor_parallel import Placed
+
+
+# The storage that a tensor of a value lies in by default, by its place among them; None: its own.
+Expected = Callable[[int], torch.UntypedStorage | None]
+
+
+def _fresh(place: int) -> None:
+    return None
 
 
 class NoText(Exception):
@@ -72,7 +89,7 @@ class Writer:
     """What the values of one text have in common while it is written.
 
     Attributes:
-        storages: identity of each storage -> its number, in order of appearance.
+        storages: identity of each storage -> what it is called: after the first that lies in it.
         symbols: names of symbols -> they.
         device: of tensors that do not say theirs.
         of_constants: tensors with data have a text, which is that of their metadata.
@@ -82,8 +99,26 @@ class Writer:
         self.device = device
         self.of_constants = False
         self.symbols: dict[str, sympy.Symbol] = {}
-        self.storages: dict[int, int] = {}
+        self.storages: dict[int, str] = {}
+        self._owner: str | None = None
+        self._expected: Expected = _fresh
+        self._tensors = 0  # of the owner
         self._keep: list[Any] = []  # whose identity counts
+
+    def value_of(self, owner: str, value: Any, expected: Expected | None = None) -> str:
+        """The text of the value of a node, or of a constant: its storages are called after it.
+
+        Args:
+            owner: ``%name``, or the name of a constant in quotes.
+            value: it.
+            expected: the storage that a tensor of it lies in if the text does not say; by its
+                place among them. None: one of its own.
+        """
+        self._owner, self._expected, self._tensors = owner, expected or _fresh, 0
+        try:
+            return self.value(value)
+        finally:
+            self._owner, self._expected = None, _fresh
 
     def value(self, value: Any) -> str:
         """The text of a value.
@@ -128,12 +163,23 @@ class Writer:
         if kind is frozenset:
             return f"set({', '.join(sorted(map(self.value, value)))})"
         if isinstance(value, trees.TreeSpec):
-            if value.is_leaf():
-                return "leaf()"
-            parts = (value.type, value.context, list(value.children()))
-            return f"tree({', '.join(map(self.value, parts))})"
-        if kind in (Precision, OpenTensor, Needs, Grid):
+            tree = self.tree(value)
+            return tree if tree == "_" or tree.startswith("tree(") else f"tree({tree})"
+        if kind in (Precision, OpenTensor, Needs, Grid, Ranks):
             return f"{kind.__name__}({self.fields(value, ', ')})"
+        if kind is Placed:
+            return f"Placed({self.fields(value, ', ')})"
+        if isinstance(value, DeviceMesh):
+            parts = (f"{key}={self.value(held)}" for key, held in mesh_fields(value).items())
+            return f"Mesh({', '.join(parts)})"
+        if kind in (Shard, Replicate, Partial):
+            argument = value.dim if kind is Shard else value.reduce_op if kind is Partial else None
+            return f"{kind.__name__}({'' if argument is None else repr(argument)})"
+        if kind is types.FunctionType:
+            name = f"{value.__module__}:{value.__qualname__}"
+            if _found(name) is value:
+                return f"function({name!r})"
+            raise NoText(f"{value!r}, a function that is not found again as {name}")
         if isinstance(value, type) or value is collections.namedtuple:
             name = f"{value.__module__}:{value.__qualname__}"
             try:
@@ -144,6 +190,25 @@ class Writer:
                 return f"class({name!r})"
             raise NoText(f"{value!r}, which is not found again as {name}")
         raise NoText(f"a {kind.__module__}.{kind.__qualname__}: {str(value)[:60]!r}")
+
+    def type(self, dtype: torch.dtype, shape: Any) -> str:
+        """``f32[2,4]``."""
+        return f"{_SHORT[dtype]}{_ints(shape)}"
+
+    def tree(self, spec: trees.TreeSpec) -> str:
+        """A tree of containers: ``((_, _), {'scale': _})``."""
+        if spec.is_leaf():
+            return "_"
+        children = [self.tree(child) for child in spec.children()]
+        if spec.type is tuple and spec.context is None:
+            return f"({', '.join(children)}{',' if len(children) == 1 else ''})"
+        if spec.type is list and spec.context is None:
+            return f"[{', '.join(children)}]"
+        if spec.type is dict and isinstance(spec.context, list):
+            items = zip(map(self.value, spec.context), children, strict=True)
+            return f"{{{', '.join(f'{key}: {child}' for key, child in items)}}}"
+        parts = (self.value(spec.type), self.value(spec.context), f"[{', '.join(children)}]")
+        return f"tree({', '.join(parts)})"
 
     def fields(self, of: Any, between: str = " ", without: tuple[str, ...] = ()) -> str:
         """``name=value`` of the fields of a dataclass that are not at their default."""
@@ -169,7 +234,7 @@ class Writer:
             raise NoText(f"a tensor of symbolic sizes {list(shape)}")
         options = []
         if stride != _contiguous(shape):
-            options.append(f"stride={_ints(stride)}")
+            options.append(",".join(map(str, stride)))
         if offset:
             options.append(f"offset={offset}")
         if value.device != self.device:
@@ -177,14 +242,21 @@ class Writer:
         if value.requires_grad:
             options.append("grad")
         more = f"{{{' '.join(options)}}}" if options else ""
-        first = id(storage) not in self.storages
-        number = self.storages.setdefault(id(storage), len(self.storages))
-        end = ""
-        if first:
-            self._keep.append(storage)
+        known = self.storages.get(id(storage))
+        expected = self._expected(self._tensors)
+        where = ""
+        if known is None:
+            where = "" if expected is None else "@new"
             if nbytes != math.prod(shape) * value.element_size():
-                end = f":{nbytes}"
-        return f"{_SHORT[value.dtype]}{_ints(shape)}{more}@{number}{end}"
+                where += f":{nbytes}"
+            self._keep.append(storage)
+            self.storages[id(storage)] = _called_after(self._owner, self._tensors)
+        elif expected is not storage:
+            if not known:
+                raise NoText("a fake tensor that aliases one of no node")
+            where = f"@{known}"
+        self._tensors += 1
+        return f"{_SHORT[value.dtype]}{_ints(shape)}{more}{where}"
 
     def _expression(self, value: sympy.Basic) -> str:
         if isinstance(value, sympy.Symbol):
@@ -215,6 +287,13 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     return type(default) is type(value) and bool(default == value)
 
 
+def _called_after(owner: str | None, place: int) -> str:
+    """What the storage of a tensor is called that no other lies in yet: ``%split.1``."""
+    if owner is None:
+        return ""
+    return f"{owner}.{place}" if place else owner
+
+
 def _contiguous(shape: Any) -> tuple[int, ...]:
     stride, step = [], 1
     for size in reversed(shape):
@@ -229,7 +308,26 @@ def _ints(numbers: Any) -> str:
 
 def _class(name: str) -> Any:
     """``module:Class``, of a module that is imported already; no attribute is asked of it."""
-    module, _, path = name.partition(":")
+    found = _found(name)
+    if not isinstance(found, type) and found is not collections.namedtuple:
+        raise Unreadable(f"{name} is no class")
+    return found
+
+
+def _function(name: str) -> Any:
+    """``module:function`` of Python's, of a module that is imported already; nothing calls it.
+
+    It is what the user's checkpoint policy was: passes ask which modules have one.
+    """
+    found = _found(name)
+    if not isinstance(found, types.FunctionType):
+        raise Unreadable(f"{name} is no function")
+    return found
+
+
+def _found(name: str) -> Any:
+    """What a module that is imported has by a name, or None; no attribute is asked of it."""
+    module, _, path = str(name).partition(":")
     found: Any = sys.modules.get(module)
     if found is None:
         raise Unreadable(
@@ -238,8 +336,6 @@ def _class(name: str) -> Any:
         )
     for word in path.split("."):
         found = vars(found).get(word) if hasattr(found, "__dict__") else None
-    if not isinstance(found, type) and found is not collections.namedtuple:
-        raise Unreadable(f"{name} is no class")
     return found
 
 
@@ -255,18 +351,25 @@ def _called(word: str, args: list[Any]) -> Any:
 
 _TOKEN = re.compile(
     r"""\s*(?:
-    (?P<tensor> [a-z]\w*\[[\d,]*\](?:\{[^}]*\})?@\d+(?::\d+)? )
+    (?P<tensor> [a-z]\w*\[[\d,]*\](?:\{[^}]*\})?(?:@(?:new|%\w+|'[^'\n]*'|"[^"\n]*")(?:\.\d+)?)?
+        (?::\d+)? )
     | (?P<node> %\w+ )
     | (?P<number> -?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|inf\b|nan\b) )
     | (?P<string> '(?:[^'\\\n]|\\.)*' | "(?:[^"\\\n]|\\.)*" )
     | (?P<symbol> \$\w+ )
     | (?P<name> [A-Za-z_][\w.]* )
-    | (?P<mark> [\[\](){},:=|] )
+    | (?P<mark> -> | [\[\](){},:=|] )
     )""",
     re.VERBOSE,
 )
-_TENSOR = re.compile(r"(\w+)\[([\d,]*)\](?:\{(.*)\})?@(\d+)(?::(\d+))?")
-_CONSTANTS = {"None": None, "True": True, "False": False}
+_TENSOR = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?(?:@(.+?))?(?::(\d+))?")
+_CONSTANTS = {"None": None, "True": True, "False": False, "_": trees.LEAF}
+_BARE = re.compile(r"(?!(?:inf|nan)\b|none$)[A-Za-z_][\w.]*")
+
+
+def bare(name: str) -> str:
+    """A name, in quotes where it is no word: as `Reader.name` reads it."""
+    return name if _BARE.fullmatch(name) else repr(name)
 
 
 class Names:
@@ -277,29 +380,40 @@ class Names:
         self.device: torch.device = torch.device("cpu")
         self.nodes: dict[str, fx.Node] = {}
         self.symbols: dict[str, sympy.Symbol] = {}
-        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.storages: dict[str, torch.UntypedStorage] = {}
+        self.owner: str | None = None
+        self.expected: Expected = _fresh
+        self._tensors = 0
+
+    def begin(self, owner: str, expected: Expected | None = None) -> None:
+        """The tensors that come next are those of a value, as in `Writer.value_of`."""
+        self.owner, self.expected, self._tensors = owner, expected or _fresh, 0
 
     def tensor(self, text: str) -> Tensor:
         """The fake tensor of a token."""
         found = _TENSOR.fullmatch(text)
         assert found is not None
-        name, size_text, option_text, number_text, nbytes_text = found.groups()
+        name, size_text, option_text, where, nbytes_text = found.groups()
         if name not in _LONG:
             raise Unreadable(f"{name} is no dtype")
         dtype, shape = _LONG[name], _numbers(size_text)
         options = _options(option_text or "")
-        stride = _numbers(options["stride"][1:-1]) if "stride" in options else _contiguous(shape)
+        stride = _numbers(options["stride"]) if "stride" in options else _contiguous(shape)
         offset = int(options.get("offset", 0))
         if len(stride) != len(shape):
             raise Unreadable(f"{text} has {len(shape)} sizes and {len(stride)} strides")
-        number = int(number_text)
-        if number not in self.storages:
+        storage = self.expected(self._tensors) if where is None else self.storages.get(where)
+        if storage is None:
+            if where not in (None, "new"):
+                raise Unreadable(f"{text} lies in no storage of a value before it")
             tight = math.prod(shape) * dtype.itemsize
             nbytes = tight if nbytes_text is None else int(nbytes_text)
-            self.storages[number] = fake_tensors.fake_storage(nbytes)
+            storage = fake_tensors.fake_storage(nbytes)
+            if self.owner is not None:
+                self.storages[_called_after(self.owner, self._tensors)] = storage
         elif nbytes_text is not None:
-            raise Unreadable(f"the size of storage {number} stands there twice")
-        storage = self.storages[number]
+            raise Unreadable(f"{text} lies in a storage that has a size already")
+        self._tensors += 1
         span = sum(s * (n - 1) for n, s in zip(shape, stride, strict=True)) + 1
         if math.prod(shape) and (offset + span) * dtype.itemsize > storage.nbytes():
             raise Unreadable(f"{text} does not lie in its storage of {storage.nbytes()} bytes")
@@ -313,7 +427,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _options(text: str) -> dict[str, str]:
-    found = {key: value for key, _, value in (each.partition("=") for each in text.split())}
+    found = {}
+    for each in text.split():
+        key, equals, value = each.partition("=")
+        found |= {key: value} if equals or key == "grad" else {"stride": key}
     if not found.keys() <= {"stride", "offset", "device", "grad"}:
         raise Unreadable(f"{{{text}}} is nothing that a tensor has")
     return found
@@ -362,6 +479,29 @@ class Reader:
             raise Unreadable(f"{text!r} is no {kind}")
         self._at += 1
         return text
+
+    def name(self) -> str:
+        """A name, in quotes or not (see `bare`)."""
+        kind, text = self._tokens[self._at] if self.rest else ("", "")
+        name = self.next("name") if kind == "name" else self.value()
+        if not isinstance(name, str):
+            raise Unreadable(f"{text!r} is no name")
+        return name
+
+    def type(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """``f32[2,4]``."""
+        text = self.next("tensor")
+        found = _TENSOR.fullmatch(text)
+        assert found is not None
+        name, sizes_, *more = found.groups()
+        if name not in _LONG or any(part is not None for part in more):
+            raise Unreadable(f"{text} is no type of a parameter")
+        return _LONG[name], _numbers(sizes_)
+
+    def at_name(self) -> bool:
+        """True if a name comes next, and no ``name=value``."""
+        kind = self._tokens[self._at][0] if self.rest else ""
+        return kind in ("name", "string") and self.peek(1) != "="
 
     def take(self, mark: str) -> bool:
         """True, and it is passed, if the next token is `mark`."""
@@ -484,6 +624,24 @@ def _device(name: str) -> torch.device:
     return torch.device(str(name))
 
 
+def as_tree(value: Any) -> trees.TreeSpec:
+    """A tree, of containers and leaves as `Writer.tree` writes them."""
+    if isinstance(value, trees.TreeSpec):
+        return value
+    if type(value) in (tuple, list):
+        return trees.spec_of(type(value), None, list(map(as_tree, value)))
+    if type(value) is dict:
+        return trees.spec_of(dict, list(value), list(map(as_tree, value.values())))
+    raise Unreadable(f"{value!r} is no tree")
+
+
+def _tree(*parts: Any) -> trees.TreeSpec:
+    if len(parts) == 1:
+        return as_tree(parts[0])
+    type_, context, children = parts
+    return trees.spec_of(type_, context, list(map(as_tree, children)))
+
+
 _WORDS: dict[str, Callable[..., Any]] = {
     "device": _device,
     "slice": slice,
@@ -492,10 +650,16 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "size": lambda *args: torch.Size(args),
     "set": lambda *args: frozenset(args),
     "class": _class,
-    "tree": trees.spec_of,
-    "leaf": lambda: trees.LEAF,
+    "tree": _tree,
     "Precision": Precision,
     "Needs": Needs,
     "Grid": Grid,
+    "Ranks": Ranks,
+    "Placed": Placed,
+    "Mesh": mesh_of,
+    "Shard": Shard,
+    "Replicate": Replicate,
+    "Partial": Partial,
+    "function": _function,
     "OpenTensor": _open_tensor,
 }

@@ -7,33 +7,41 @@ that it names (`fxshard.ir.literals`). docs/ir.md shows one.
 
 Line by line::
 
-    program v1 FIELDS                        fields of Program that are not at their default
-    signature FIELDS
-    unit INDEX FQN FIELDS                    followed by:
-      param FQN FIELDS, ignored FQN FIELDS
+    program v2 FIELDS                        fields of Program that are not at their default
+    facts FACT ...
+    begun FIELDS                             the pipeline has: gradients and inputs are noted
+    signature TREE -> TREE FIELDS
+    unit INDEX FQN KIND FIELDS               followed by:
+      param FQN TYPE FIELDS, ignored FQN TYPE FIELDS
     bucket FQN ... [packed=FQNS]
     call MODULE NUMBER PARENT
     symbol NAME ASSUMPTIONS                  of sympy
     domain FIELDS
     constant NAME TENSOR
     graph:
-      %NAME = placeholder("TARGET") [: VALUE] [| TAG]
-      %NAME = OPERATOR(ARGUMENTS) [: VALUE] [open LAYOUT OPEN] [| TAG]
+      %NAME = ROLE FQN [: VALUE] [| TAG]     a placeholder; any other: placeholder("TARGET")
+    forward:                                 the phase of the nodes after it; or backward:
+      %NAME = OPERATOR(ARGUMENTS) [: VALUE] [open LAYOUT OPEN] [noted NOTES] [| TAG]
       output [: VALUE] [| TAG]
       return KIND NAME %NODE                 one per result
       users %NODE [%NODE, ...]               its readers, if in another order than the graph's
     names used=NAMES count=NUMBERS           what FX will not name new nodes
     end
 
-A TAG is phase, role, module and the fields of `fxshard.ir.tags.Meta` that are not at their default.
-Storages are numbered: tensors of one number alias. The schedule is not in the text: a program that
-has one says ``outlined=True``, and it is rebuilt from the graph.
+A TAG is the module, and the fields of `fxshard.ir.tags.Meta` that are not as usual
+(`fxshard.ir.usual`); a node without any has the tag ``none``. A tensor lies in a storage of its own,
+a view in that of its base; where that is not so, ``f32[4]@%x`` lies in that of ``%x``. The schedule
+is not in the text: a program that has one says ``outlined=True``, and it is rebuilt from the graph.
+
+Lines before the first that begin with ``#`` are comments; so is all after ``end``, from a line that
+begins with ``#``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -43,15 +51,24 @@ import sympy
 import torch
 from torch import fx
 
-from fxshard._torch import export, graphs
+from fxshard._torch import export, graphs, traced_collectives
 from fxshard._torch.fake_tensors import FakeTensorMode
 from fxshard.errors import TextError
 from fxshard.ir import outline, tags
 from fxshard.ir.calls import Call
 from fxshard.ir.domain import LAYOUT, OPEN, Domain
-from fxshard.ir.literals import Names, Reader, Unreadable, as_sizes
+from fxshard.ir.literals import Names, Reader, Unreadable, as_sizes, as_tree
 from fxshard.ir.program import Fact, ParamBucket, Program, Result, Signature
 from fxshard.ir.units import Param, Unit
+from fxshard.ir.usual import (
+    PLACEHOLDERS,
+    begun,
+    storages,
+    usual_param,
+    usual_placeholder,
+    usual_signature,
+    usual_tag,
+)
 from fxshard.ir.write import FLAGS, FUNCTIONS, VERSION, write
 
 __all__ = ("VERSION", "parse", "write")
@@ -91,7 +108,10 @@ class _Parser:
         self._values: list[fx.Node] = []
         self._graph = fx.Graph()
         self._users: dict[fx.Node, list[Any]] = {}
-        self._tags: dict[str, tags.Meta] = {}
+        self._tags: dict[Any, tags.Meta] = {}
+        self._phase: Any = "forward"
+        self._position = -1  # of the last parameter
+        self._begun = False
         self._output: tuple[Any, ...] | None = None
 
     def program(self) -> Program:
@@ -105,7 +125,8 @@ class _Parser:
                 self._guard(functools.partial(self._graph_line, line))
             else:
                 self._guard(functools.partial(self._header_line, line))
-        if any(rest.strip() for rest in self._lines[self._at :]):
+        rest = next(filter(str.strip, self._lines[self._at :]), "#")
+        if not rest.startswith("#"):
             self._at += 1
             raise TextError("there is more after the end.", self._at)
         return self._guarded(self._finish)
@@ -137,9 +158,11 @@ class _Parser:
 
     def _first(self) -> None:
         line = self._next()
+        while line.startswith("#"):
+            line = self._next()
         words = line.split(" ", 2)
         if words[0] != "program" or len(words) < 2:
-            raise Unreadable("this is no program: its text begins with 'program v1'")
+            raise Unreadable(f"this is no program: its text begins with 'program v{VERSION}'")
         if words[1] != f"v{VERSION}":
             raise Unreadable(
                 f"the text is of version {words[1]!r}, and this fxshard reads v{VERSION}. Write "
@@ -151,17 +174,15 @@ class _Parser:
         if not isinstance(mode, type) or not issubclass(mode, FakeTensorMode):
             raise Unreadable(f"mode={mode!r} is no mode of fake tensors")
         outlined = found.pop("outlined", False)
-        facts = found.pop("facts", ())
-        for name in ("world_size", "device"):
-            if name not in found:
-                raise Unreadable(f"{name}= is not there")
+        found.setdefault("device", torch.device("cpu"))
+        if "world_size" not in found:
+            raise Unreadable("world_size= is not there")
         for name, value in found.items():
             if name not in (*FLAGS, "world_size", "device"):
                 raise Unreadable(f"{name}= is no field of a program")
             _check(name, value, hints[name])
         if found["world_size"] < 1 or found.get("replicas", 1) < 1:
             raise Unreadable("a program has at least one rank")
-        found["facts"] = {Fact[name] for name in facts}
         found["fake_mode"] = mode(allow_non_fake_inputs=True)
         self._outlined = bool(outlined)
         self._names = Names(found["fake_mode"])
@@ -175,6 +196,9 @@ class _Parser:
         line = self._reader(text)
         word = line.next("name")
         readers: dict[str, Callable[[_LineReader], None]] = {
+            "facts": self._facts_line,
+            "begun": functools.partial(self._begun_line, True),
+            "noted": functools.partial(self._begun_line, False),
             "signature": self._signature_line,
             "unit": self._unit_line,
             "param": functools.partial(self._param_line, "params"),
@@ -190,8 +214,29 @@ class _Parser:
         readers[word](line)
         line.finish()
 
+    def _facts_line(self, line: _LineReader) -> None:
+        names = []
+        while line.rest:
+            names.append(line.next("name"))
+        if not {*names} <= Fact.__members__.keys():
+            raise Unreadable(f"{', '.join({*names} - Fact.__members__.keys())} is no fact")
+        self._flags["facts"] = {Fact[name] for name in names}
+
+    def _begun_line(self, begun: bool, line: _LineReader) -> None:
+        hints, found = _hints(Program), line.fields()
+        for name, value in found.items():
+            if name not in ("gradients", "given"):
+                raise Unreadable(f"{name}= has no place here")
+            _check(name, value, hints[name])
+        self._begun = begun
+        self._flags |= found
+
     def _signature_line(self, line: _LineReader) -> None:
-        found = _made(Signature, line.fields())
+        in_spec = as_tree(line.value())
+        line.expect("->")
+        out_spec, given = as_tree(line.value()), line.fields()
+        of = given.get("inputs"), given.get("outputs"), given.get("training", True)
+        found = _made(Signature, usual_signature(in_spec, out_spec, *of) | given)
         inputs, outputs = len(found.inputs), len(found.outputs)
         for name, most in (("tensor_inputs", inputs), ("tangents", outputs)):
             if any(not 0 <= i < most for i in getattr(found, name)):
@@ -199,25 +244,28 @@ class _Parser:
         self._signature = found
 
     def _unit_line(self, line: _LineReader) -> None:
-        index, fqn = line.value(), line.value()
+        index, fqn, kind = line.value(), line.name(), line.name()
         if index != len(self._units):
             raise Unreadable(f"unit {index!r} where unit {len(self._units)} should be")
-        given = {"index": index, "fqn": fqn, "params": (), "ignored": (), **line.fields()}
+        named = {"index": index, "fqn": fqn, "kind": kind}
+        given = {**named, "params": (), "ignored": (), **line.fields()}
         self._units.append(_made(Unit, given))
 
     def _param_line(self, where: str, line: _LineReader) -> None:
         if not self._units:
             raise Unreadable("a parameter before the first unit")
         unit = self._units[-1]
-        fqn = line.value()
-        given = {"fqn": fqn, "aliases": (fqn,), "unit": unit.index, **line.fields()}
-        changed: dict[str, Any] = {where: (*getattr(unit, where), _made(Param, given))}
+        fqn, (dtype, shape) = line.name(), line.type()
+        usual = usual_param(fqn, unit.index, self._position, dtype)
+        param = _made(Param, {**usual, "dtype": dtype, "shape": shape, **line.fields()})
+        self._position = param.position
+        changed: dict[str, Any] = {where: (*getattr(unit, where), param)}
         self._units[-1] = dataclasses.replace(unit, **changed)
 
     def _bucket_line(self, line: _LineReader) -> None:
         fqns = []
         while line.rest and line.peek(1) != "=":
-            fqns.append(line.value())
+            fqns.append(line.name())
         packed = frozenset(line.fields().get("packed", ()))
         known = {param.fqn for unit in self._units for param in unit.params}
         if not known >= {*fqns, *packed}:
@@ -225,7 +273,7 @@ class _Parser:
         self._buckets.append(ParamBucket(tuple(fqns), packed))
 
     def _call_line(self, line: _LineReader) -> None:
-        module, number, parent = line.value(), line.value(), line.value()
+        module, number, parent = line.name(), line.value(), line.value()
         call = _made(Call, {"module": module, "number": number, "parent": parent})
         if parent is not None and not 0 <= parent < len(self._calls):
             raise Unreadable(f"there is no call {parent} before this one")
@@ -247,7 +295,9 @@ class _Parser:
         self._domain = domain
 
     def _constant_line(self, line: _LineReader) -> None:
-        name, value = line.value(), line.value()
+        name = line.value()
+        self._names.begin(repr(name))
+        value = line.value()
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise Unreadable("a constant is a name and a tensor")
         given = self._constants_given.get(name)
@@ -265,7 +315,10 @@ class _Parser:
             "names": self._names_line,
             "output": self._output_line,
         }
-        if line.peek() in readers:
+        if line.peek() in ("forward", "backward") and line.peek(1) == ":":
+            self._phase = line.next("name")
+            line.expect(":")
+        elif line.peek() in readers:
             readers[line.next("name")](line)
         else:
             self._node_line(line)
@@ -277,25 +330,32 @@ class _Parser:
         name = line.next("node")[1:]
         line.expect("=")
         word = line.next("name")
-        line.expect("(")
-        args, kwargs = line.values(")")
+        if name in self._names.nodes:
+            raise Unreadable(f"%{name} is there twice")
+        usual = None
+        if line.peek() != "(":
+            if word not in PLACEHOLDERS:
+                raise Unreadable(f"{word!r} is no role of a placeholder")
+            op, target, args, kwargs = "placeholder", name, list[Any](), dict[str, Any]()
+            usual = usual_placeholder(word, line.name())
+        else:
+            line.expect("(")
+            args, kwargs = line.values(")")
+            op, target = "call_function", None if word == "placeholder" else _target(word)
         if word == "placeholder":
             if len(args) != 1 or kwargs or not isinstance(args[0], str):
                 raise Unreadable("a placeholder has one name")
             op, target, args = "placeholder", args[0], []
-        else:
-            op, target = "call_function", _target(word)
-        if name in self._names.nodes:
-            raise Unreadable(f"%{name} is there twice")
         node = graphs.append_node(self._graph, op, target, tuple(args), kwargs, name)
         if node.name != name:
             raise Unreadable(f"%{name} is no name of a node")
-        self._meta(node, line)
+        self._meta(node, line, usual or usual_tag(node, self._phase))
         self._names.nodes[name] = node
 
-    def _meta(self, node: fx.Node, line: _LineReader) -> None:
+    def _meta(self, node: fx.Node, line: _LineReader, usual: tags.Meta) -> None:
         held = node.meta
         if line.take(":"):
+            self._names.begin(f"%{node.name}", storages(node))
             held["val"] = line.value()
         if line.take("open"):
             layout, opened, known = line.value(), line.value(), line.value()
@@ -303,15 +363,24 @@ class _Parser:
                 held[LAYOUT] = as_sizes(layout)
             if known is True:
                 held[OPEN] = as_sizes(opened)
-        if line.take("|"):
-            held["fxshard"] = self._tag(line)
+        if line.take("noted"):
+            notes = line.value()
+            _check("noted", notes, dict[str, Any])
+            traced_collectives.note_all(node, notes)
+        bar = line.take("|")
+        if bar and line.left == "none":
+            line.skip()
+        else:
+            held["fxshard"] = self._tag(line, usual)
 
-    def _tag(self, line: _LineReader) -> tags.Meta:
-        key = line.left
+    def _tag(self, line: _LineReader, usual: tags.Meta) -> tags.Meta:
+        key = line.left, usual.phase, usual.role, usual.fqn
         if key in self._tags:  # nodes alike share one
             line.skip()
             return self._tags[key]
-        words = {"phase": line.next("name"), "role": line.next("name"), "module": line.value()}
+        words: dict[str, Any] = {"phase": usual.phase, "role": usual.role, "fqn": usual.fqn}
+        if line.at_name():
+            words["module"] = line.name()
         tag = _made(tags.Meta, words | line.fields())
         if tag.unit is not None and not 0 <= tag.unit < len(self._units):
             raise Unreadable(f"there is no unit {tag.unit}")
@@ -325,11 +394,11 @@ class _Parser:
             raise Unreadable("a second output")
         self._output = ()
         holder = fx.Graph().output(())
-        self._meta(holder, line)
+        self._meta(holder, line, usual_tag(holder, self._phase))
         self._output = (holder.meta,)
 
     def _return_line(self, line: _LineReader) -> None:
-        kind, name, node = line.next("name"), line.value(), line.value()
+        kind, name, node = line.next("name"), line.name(), line.value()
         if not isinstance(node, fx.Node):
             raise Unreadable("what is returned is a node")
         self._results.append(_made(Result, {"kind": kind, "name": name}))
@@ -368,6 +437,9 @@ class _Parser:
         for param in (param for unit in self._units for param in unit.params):
             if param.mesh not in meshes:
                 raise Unreadable(f"parameter {param.fqn!r} is on a mesh {param.mesh!r} of no line")
+        if self._begun:
+            gradients, given = begun(self._graph, self._results)
+            self._flags = {"gradients": gradients, "given": given} | self._flags
         program = Program(
             graph=self._graph,
             results=self._results,
@@ -400,7 +472,10 @@ class _LineReader(Reader):
 
 
 def _target(word: str) -> Any:
-    found = FUNCTIONS.get(word) or export.operator_named(word)
+    if word == "getitem":
+        return operator.getitem
+    name = f"{word}.default" if word.count(".") == 1 else word
+    found = FUNCTIONS.get(word) or export.operator_named(name)
     if found is None:
         raise Unreadable(f"there is no operator {word!r} in this process")
     return found

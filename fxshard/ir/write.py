@@ -6,29 +6,39 @@ import builtins
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from fxshard._torch import export, graphs
+from fxshard._torch import export, graphs, traced_collectives
 from fxshard._torch.export import OpOverload
+from fxshard._torch.fake_tensors import FakeTensorMode
+from fxshard._torch.trees import TreeSpec
 from fxshard.errors import TextError
-from fxshard.ir import outline
+from fxshard.ir import outline, tags
 from fxshard.ir.domain import LAYOUT, OPEN
-from fxshard.ir.literals import NoText, Writer
-from fxshard.ir.program import Fact, Program
+from fxshard.ir.literals import NoText, Writer, bare
+from fxshard.ir.program import Fact, Program, Signature
 from fxshard.ir.schedule import Schedule
+from fxshard.ir.usual import (
+    PLACEHOLDERS,
+    begun,
+    storages,
+    usual_param,
+    usual_placeholder,
+    usual_signature,
+    usual_tag,
+)
 
-VERSION = 1
+VERSION = 2
 
 # Fields of Program that the first line has; the others have lines of their own.
 FLAGS = (
     *("replicas", "meshes", "sync", "accumulated", "partial", "kept", "comm_hook", "offloaded"),
-    "gradients",
-    *("given", "forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward"),
+    *("forward_prefetch", "backward_prefetch", "max_inflight", "optimizer_in_backward"),
     *("reload_ahead", "whole", "max_norm"),
     *("compiled", "checkpoints", "closed", "reached", "needs", "common"),
 )
@@ -63,16 +73,18 @@ def write(program: Program) -> str:
         f"constant {name!r} {_constant(writer, name, value)}"
         for name, value in program.constants.items()
     ]
-    nodes = _nodes(program, writer)
+    nodes = _Nodes(program, writer).lines()
     outlined = program.schedule is not None
     if outlined:
         _check_schedule(program)
     lines = [
         " ".join(filter(None, [f"program v{VERSION}", _flags(program, writer, outlined)])),
-        f"signature {_fields(writer, 'its signature', program.signature)}",
+        *_facts(program),
+        *_begun(program, writer),
+        _signature(program.signature, writer),
         *_units(program, writer),
         *_buckets(program),
-        *(f"call {c.module!r} {c.number} {c.parent}" for c in program.calls),
+        *(f"call {bare(c.module)} {c.number} {c.parent}" for c in program.calls),
     ]
     domain = _domain(program, writer)  # it may know symbols that no node has
     lines += [f"symbol {_symbol(symbol)}" for symbol in writer.symbols.values()]
@@ -101,7 +113,9 @@ def _no_text(what: str, error: NoText) -> TextError:
 def _flags(program: Program, writer: Writer, outlined: bool) -> str:
     own = {field.name: field for field in dataclasses.fields(Program)}
     mode = type(program.fake_mode)
-    found = {"world_size": program.world_size, "device": program.device, "mode": mode}
+    found: dict[str, Any] = {"world_size": program.world_size}
+    found |= {} if program.device == own["device"].default else {"device": program.device}
+    found |= {} if mode is FakeTensorMode else {"mode": mode}
     for name in FLAGS:
         value, field = getattr(program, name), own[name]
         default = field.default
@@ -109,17 +123,72 @@ def _flags(program: Program, writer: Writer, outlined: bool) -> str:
             default = field.default_factory()
         if value != default:
             found[name] = value
-    facts = tuple(fact.name for fact in Fact if fact in program.facts)
-    found |= {"facts": facts} if facts else {}
     found |= {"outlined": True} if outlined else {}
     return " ".join(f"{name}={_value(writer, name, value)}" for name, value in found.items())
 
 
+def _facts(program: Program) -> list[str]:
+    facts = [fact.name for fact in Fact if fact in program.facts]
+    return [" ".join(["facts", *facts])] if facts else []
+
+
+def _begun(program: Program, writer: Writer) -> list[str]:
+    """What the pipeline has noted of the captured graph, where this graph does not say it."""
+    if program.gradients is None or program.given is None:
+        noted = {"gradients": program.gradients, "given": program.given}
+        noted = {name: value for name, value in noted.items() if value is not None}
+    else:
+        gradients, given = begun(program.graph, program.results)
+        noted = {} if program.gradients == gradients else {"gradients": program.gradients}
+        noted |= {} if program.given == given else {"given": program.given}
+        return [" ".join(["begun", *_texts(writer, noted)])]
+    return [" ".join(["noted", *_texts(writer, noted)])] if noted else []
+
+
+def _texts(writer: Writer, values: dict[str, Any]) -> list[str]:
+    return [f"{name}={_value(writer, name, value)}" for name, value in values.items()]
+
+
+def _signature(signature: Signature, writer: Writer) -> str:
+    """Its trees, and what they do not say: that tensors go in and come out, under numbers."""
+    usual = usual_signature(
+        signature.in_spec, signature.out_spec, signature.inputs, signature.outputs,
+        signature.training,
+    )
+    parts = ["signature", _tree(writer, signature.in_spec), "->"]
+    parts.append(_tree(writer, signature.out_spec))
+    return " ".join([*parts, *_changed(writer, "its signature", signature, usual)])
+
+
+def _tree(writer: Writer, spec: TreeSpec) -> str:
+    try:
+        return writer.tree(spec)
+    except NoText as error:
+        raise _no_text("its signature", error) from None
+
+
+def _changed(writer: Writer, what: str, of: Any, usual: Mapping[str, Any]) -> list[str]:
+    """``name=value`` of the fields of a dataclass that are not as usual, or by default."""
+    kind = type(of)
+    known = {field.name: getattr(of, field.name) for field in dataclasses.fields(kind)}
+    same = tuple(n for n, v in usual.items() if type(known[n]) is type(v) and known[n] == v)
+    names = [n for n in usual if n not in same and _is_default(kind, n, known[n])]
+    found = [f"{name}={_value(writer, what, known[name])}" for name in names]
+    more = _fields(writer, what, of, (*same, *names))
+    return [*found, *filter(None, [more])]
+
+
+def _is_default(kind: Any, name: str, value: Any) -> bool:
+    (field,) = (field for field in dataclasses.fields(kind) if field.name == name)
+    return type(field.default) is type(value) and bool(field.default == value)
+
+
 def _units(program: Program, writer: Writer) -> Iterator[str]:
+    position = -1
     for unit in program.units:
         name = f"unit {unit.name}"
-        more = _fields(writer, name, unit, ("index", "fqn", "params", "ignored"))
-        yield f"unit {unit.index} {unit.fqn!r} {more}"
+        more = _fields(writer, name, unit, ("index", "fqn", "kind", "params", "ignored"))
+        yield f"unit {unit.index} {bare(unit.fqn)} {bare(unit.kind)} {more}".rstrip()
         for kind, params in (("param", unit.params), ("ignored", unit.ignored)):
             for param in params:
                 if param.extension is not None:
@@ -127,22 +196,16 @@ def _units(program: Program, writer: Writer) -> Iterator[str]:
                         f"the program cannot be written as text: parameter {param.fqn!r} is of a "
                         f"tensor subclass, whose functions have none."
                     )
-                if param.placed is not None:
-                    raise TextError(
-                        f"the program cannot be written as text: parameter {param.fqn!r} is a "
-                        f"DTensor of tensor parallelism, whose mesh has none. Dump it "
-                        f"(program.dump()), which is for people."
-                    )
-                same: tuple[str, ...] = ("aliases",) if param.aliases == (param.fqn,) else ()
-                same += ("compute_dtype",) if param.compute_dtype == param.dtype else ()
-                more = _fields(writer, name, param, ("fqn", "unit", *same))
-                yield f"  {kind} {param.fqn!r} {more}"
+                usual = usual_param(param.fqn, param.unit, position, param.dtype)
+                position = param.position
+                more = " ".join(_changed(writer, name, param, usual | {"dtype": param.dtype, "shape": param.shape}))
+                yield f"  {kind} {bare(param.fqn)} {writer.type(param.dtype, param.shape)} {more}".rstrip()
 
 
 def _buckets(program: Program) -> Iterator[str]:
     for bucket in program.buckets:
         packed = f" packed={sorted(bucket.packed)}" if bucket.packed else ""
-        yield " ".join(["bucket", *map(repr, bucket.fqns)]) + packed
+        yield " ".join(["bucket", *map(bare, bucket.fqns)]) + packed
 
 
 def _domain(program: Program, writer: Writer) -> list[str]:
@@ -166,52 +229,79 @@ def _constant(writer: Writer, name: str, value: torch.Tensor) -> str:
     """The metadata of a tensor with data: what a fake of it would have."""
     writer.of_constants = True
     try:
-        return _value(writer, f"constant {name}", value)
+        return writer.value_of(repr(name), value)
+    except NoText as error:
+        raise _no_text(f"constant {name}", error) from None
     finally:
         writer.of_constants = False
 
 
-def _nodes(program: Program, writer: Writer) -> list[str]:
-    by_tag: dict[int, str] = {}
-    lines: list[str] = []
-    for node in program.graph.nodes:
-        what = f"%{node.name} ({node.op} {node.target})"
-        try:
-            lines.append("  " + _node(node, writer, by_tag))
-        except NoText as error:
-            raise _no_text(what, error) from None
-    named = zip(program.values, program.results, strict=True)
-    lines += [f"  return {r.kind} {r.name!r} %{value.name}" for value, r in named]
-    return lines
+class _Nodes:
+    """Writes the graph. A tag says what `usual_tag` does not."""
 
+    def __init__(self, program: Program, writer: Writer) -> None:
+        self._program, self._writer = program, writer
+        self._phase: tags.Phase = "forward"
+        self._by_tag: dict[Any, str] = {}
 
-def _node(node: fx.Node, writer: Writer, by_tag: dict[int, str]) -> str:
-    held = node.meta
-    if node.op == "output":
-        line = "output"
-    elif node.op == "placeholder":
-        line = f"%{node.name} = placeholder({node.target!r})"
-        if node.args or node.kwargs:
-            raise NoText("a default value")
-    elif node.op == "call_function":
-        parts = [writer.value(a) for a in node.args]
-        parts += [f"{key}={writer.value(value)}" for key, value in node.kwargs.items()]
-        line = f"%{node.name} = {_operator(node)}({', '.join(parts)})"
-    else:
-        raise NoText(f"a node of the kind {node.op}")
-    if "val" in held:
-        line += f" : {writer.value(held['val'])}"
-    if LAYOUT in held or OPEN in held:
-        layout, opened = held.get(LAYOUT), held.get(OPEN)
-        line += f" open {writer.value(layout)} {writer.value(opened)} {OPEN in held}"
-    tag = held.get("fxshard")
-    if tag is None:
-        return line
-    if id(tag) not in by_tag:  # nodes alike share one
-        words = [tag.phase, tag.role, repr(tag.module)]
-        words += filter(None, [writer.fields(tag, without=("phase", "role", "module"))])
-        by_tag[id(tag)] = " ".join(words)
-    return f"{line} | {by_tag[id(tag)]}"
+    def lines(self) -> list[str]:
+        lines: list[str] = []
+        begun = ""
+        for node in self._program.graph.nodes:
+            tag = node.meta.get("fxshard")
+            if node.op == "call_function" and tag is not None and tag.phase != begun:
+                self._phase = begun = tag.phase
+                lines.append(f"{begun}:")
+            what = f"%{node.name} ({node.op} {node.target})"
+            try:
+                lines.append("  " + self._node(node))
+            except NoText as error:
+                raise _no_text(what, error) from None
+        named = zip(self._program.values, self._program.results, strict=True)
+        lines += [f"  return {r.kind} {bare(r.name)} %{value.name}" for value, r in named]
+        return lines
+
+    def _node(self, node: fx.Node) -> str:
+        held, writer = node.meta, self._writer
+        tag: tags.Meta | None = held.get("fxshard")
+        usual = usual_tag(node, self._phase)
+        if node.op == "output":
+            line = "output"
+        elif node.op == "placeholder":
+            if node.args or node.kwargs:
+                raise NoText("a default value")
+            line = f"placeholder({node.target!r})"
+            if tag is not None and tag.role in PLACEHOLDERS and tag.fqn and node.target == node.name:
+                line = f"{tag.role} {bare(tag.fqn)}"
+                usual = usual_placeholder(tag.role, tag.fqn)
+            line = f"%{node.name} = {line}"
+        elif node.op == "call_function":
+            parts = [writer.value(a) for a in node.args]
+            parts += [f"{key}={writer.value(value)}" for key, value in node.kwargs.items()]
+            line = f"%{node.name} = {_operator(node)}({', '.join(parts)})"
+        else:
+            raise NoText(f"a node of the kind {node.op}")
+        if "val" in held:
+            line += f" : {writer.value_of(f'%{node.name}', held['val'], storages(node))}"
+        if LAYOUT in held or OPEN in held:
+            layout, opened = held.get(LAYOUT), held.get(OPEN)
+            line += f" open {writer.value(layout)} {writer.value(opened)} {OPEN in held}"
+        notes = traced_collectives.notes(node)
+        if notes:
+            line += f" noted {writer.value(notes)}"
+        said = self._tag(tag, usual)
+        return f"{line} | {said}" if said else line
+
+    def _tag(self, tag: tags.Meta | None, usual: tags.Meta) -> str:
+        if tag is None:
+            return "none"
+        key = id(tag), usual.phase, usual.role, usual.fqn
+        if key not in self._by_tag:  # nodes alike share one
+            module = [bare(tag.module)] if tag.module else []
+            given = {"phase": usual.phase, "role": usual.role, "module": tag.module}
+            given["fqn"] = usual.fqn
+            self._by_tag[key] = " ".join(module + _changed(self._writer, "a tag", tag, given))
+        return self._by_tag[key]
 
 
 def _operator(node: fx.Node) -> str:
@@ -219,7 +309,9 @@ def _operator(node: fx.Node) -> str:
     if isinstance(target, OpOverload):
         name = str(target)
         if export.operator_named(name) is target:
-            return name
+            return name.removesuffix(".default")
+    elif target is operator.getitem:
+        return "getitem"
     elif callable(target) and target in _WORD_OF:
         return _WORD_OF[target]
     raise NoText(f"an operator that is no operator of torch's registry: {target}")

@@ -18,6 +18,7 @@ from fxshard._torch.process_groups import fake_process_group
 from fxshard.ir import ops, tags
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
+from tests import texts
 from tests.distributed import expert_parallel_cases as cases
 from tests.distributed.expert_parallel_cases import Job
 from tests.experts import WIDTH, Experts
@@ -269,6 +270,7 @@ def test_bytes_are_exact_for_the_tokens_that_come(shape: tuple[int, int]) -> Non
         plan = arriving(Job(shape=shape))
         require_exact(plan)
         assert plan.program.apart == {"": 1, "mod_ep": 2}  # ranks of experts lie between
+        assert {*texts.again(plan.program).parallel} == {*plan.program.parallel} == {"ep"}
         more = {"layers.*.moe.experts": [24, 0, 16, 16, 16, 16]}
         assert plan.replan(data_sizes=more).memory.peak_bytes > plan.memory.peak_bytes
 

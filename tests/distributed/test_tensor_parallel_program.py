@@ -8,15 +8,19 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
+from fxshard import pipeline, verify
 from fxshard._torch.process_groups import fake_process_group
 from fxshard.cost import operators
 from fxshard.hardware import hardware_of
-from fxshard.ir import dump, ops
+from fxshard.config.checked import Config
+from fxshard.ir import dump, ops, text
+from fxshard.ir.program import Program
 from fxshard.memory.category import Category
 from fxshard.plans.plan import Plan
 from fxshard.validation.compare import compare
 from fxshard.validation.rehearsal import split_steps, tracked
 from fxshard.verify.certificate import collectives
+from tests import texts
 from tests.distributed.tensor_parallel_cases import (
     Job,
     Mlp,
@@ -62,6 +66,49 @@ def test_bytes_are_those_of_the_tracker(job: Job, options: dict[str, Any]) -> No
     found = compare(plan.memory, split_steps(measured, 2))
     assert found.max_abs_difference == 0, found.table(only_different=True)
     assert not plan.memory.lifecycle
+
+
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        (Job(of_an_mlp, model=Mlp), {"optimizer": torch.optim.AdamW}),
+        (Job(of_tensors), {"checkpoint": "selective"}),
+        (Job(of_sequences), {"checkpoint": "full", "async_tensor_parallel": True}),
+        (Job(of_sequences_and_logits), {}),
+        (Job(of_transformers, model=WithLogits), {}),
+        (Job(of_sequences), {"mixed_precision": MixedPrecisionPolicy(torch.bfloat16)}),
+    ],
+)
+@pytest.mark.sample(2)
+def test_its_text_is_read_back(job: Job, options: dict[str, Any]) -> None:
+    """Before the passes, between them, and after: where it lies, and who its groups are."""
+    written = list[str]()
+
+    class Noted:
+        name, requires, ensures = "note-text", frozenset(), frozenset()
+
+        def apply(self, program: Program) -> None:
+            written.append(text.write(program))
+
+    def passes(default: list[Any]) -> list[Any]:
+        return [each for step in default for each in (Noted(), step)]
+
+    program = planned(job, passes=passes, **options).program
+    assert program.parallel and "Placed(mesh=Mesh(" in text.write(program)
+    read = texts.again(program)
+    verify.verify(read)
+    assert collectives(read) == collectives(program)
+    groups, same = (
+        [each.group_of(node) for node in each.graph.nodes if ops.communicates(node)]
+        for each in (program, read)
+    )
+    assert groups == same and "tp" in groups
+    for each in written:
+        assert text.write(text.parse(each)) == each
+    first = text.parse(written[0])
+    steps = pipeline.default_passes(Config.from_options(options | {"units": None}))
+    pipeline.run(first, steps)
+    assert text.write(first) == text.write(program)
 
 
 def test_collectives_are_named_by_their_dimension() -> None:
