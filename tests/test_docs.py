@@ -72,3 +72,15 @@ def test_make_docs_finds_missing_docstrings() -> None:
         assert [*site.undocumented(name, getattr(fxshard, name))] == []
     (command,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text("utf-8"))
     assert command.split() == ["mkdocs", "build", "--strict"]
+
+
+def test_a_decision_tells_of_each_name_beyond_the_design() -> None:
+    """The names of the design, and those of the table in ADR 55, are the face."""
+    text = (ROOT / "docs/adr/0055-what-the-face-has-beyond-the-design.md").read_text("utf-8")
+    beyond = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", text, re.M)))
+    design = {name for name in fxshard.__all__ if name.endswith("Error")} | {
+        *("plan", "compile", "shard", "fully_shard", "validate", "tune", "fsdp2_memory"),
+        *("Plan", "FxshardModule", "MemoryReport", "Validation", "Tuning", "Options"),
+        *("Pass", "Pipeline", "default_passes", "save_checkpoint", "load_checkpoint"),
+    }
+    assert sorted(beyond) == sorted({*fxshard.__all__} - design)
