@@ -70,8 +70,8 @@ lint: .venv/.installed ## style, format, import layers, private imports
 types: .venv/.installed ## mypy, strict
 	$(BIN)/mypy
 
-docs: .venv/.installed ## the documentation as a site, in site/; broken links fail
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: .venv/.installed ## the documentation as a site, in site/; what is broken or lacks a docstring fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove caches and build outputs; keeps .venv* and runs/
 	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -78,7 +78,7 @@ def titan(dim: int, depth: int, vocab: int, batch: int, seq: int) -> Case:
 
 
 def by_layers(recipe: Model, columns: list[str], rows: list[str], outer: dict[str, Any]) -> Case:
-    """Layers of a block that are cut by columns or rows; activations between blocks are whole."""
+    """Layers of a block that are cut by columns or rows; activations between blocks are full."""
     styles = {
         **{f"{recipe.blocks}.{name}": ColwiseParallel() for name in columns},
         **{f"{recipe.blocks}.{name}": RowwiseParallel() for name in rows},

@@ -5,11 +5,11 @@
 
 Times: two gloo ranks, one thread each; all ways live in the same two processes and take turns, in
 an order that is turned round every round, with a barrier before each. "dtensor" is
-``torch.optim.AdamW(model.parameters())``, "shards" is `FxshardModule.optimizer` behind backward,
+``torch.optim.AdamW(model.parameters())``, "shards" is `FxshardModule.optimizer` after backward,
 "backward" is the same with ``optimizer_in_backward=True``. Once the bare ``optimizer.step()``, with
 each of torch's implementations; once the whole step. A time is that of the slower rank.
 
-Bytes: the planned peak of a rank of 8, AdamW, behind backward and in it.
+Bytes: the planned peak of a rank of 8, AdamW, after backward and in it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def measured(name: str, kind: str, whole: bool, steps: int) -> dict[str, Any]:
 
 
 def peaks(recipe: Model) -> dict[str, Any]:
-    """Planned bytes of a rank of 8: behind backward, in backward; blocks are checkpointed."""
+    """Planned bytes of a rank of 8: after backward, in backward; blocks are checkpointed."""
     args, kwargs = recipe.call(recipe.batch())
     adamw = functools.partial(torch.optim.AdamW, lr=1e-4)
     plan = fxshard.plan(

@@ -1,8 +1,9 @@
-"""Writes docs/benchmarks.md from benchmarks/results/*.json.
+"""Writes docs/benchmarks.md, and tables beside it, from benchmarks/results/*.json.
 
     python -m benchmarks.page
 
-Nothing is measured here: each section is made from the file of one script, with its own date.
+Nothing is measured here: each section is made from the file of one script, with its own date. The
+page has one table, of what is claimed; the figures of each model or size are in docs/benchmarks/.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks import first_step, limit, overhead, passes, peak_bytes, plan_405b, scale, step_time
-from benchmarks.figures import RESULTS, ROOT
+from benchmarks.figures import RESULTS, ROOT, write_csv
 from benchmarks.sides import TITLES
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+TABLES = ROOT / "docs" / "benchmarks"
 MIB = 2**20
 Result = dict[str, Any]
+Rows = list[dict[str, Any]]
 
 HEAD = """# Benchmarks
 
 Written by `python -m benchmarks.page` from `benchmarks/results/`; do not edit. `make bench`
-measures everything again and writes this page. A ratio below 1: fxshard is faster or smaller.
-`benchmarks/results/` has all figures: medians, quartiles, phases, stages."""
+measures everything again and writes this page. A ratio below 1: fxshard is faster or smaller; of
+several models it is the geometric mean. The sections say what was measured, how and when, and name
+a table of the figures of each model or size. `benchmarks/results/` has all that was measured:
+medians, quartiles, phases, stages."""
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
@@ -35,24 +40,25 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return tabulate(list(rows), headers="keys", tablefmt="github", disable_numparse=True)
 
 
-def verdicts(claims: list[dict[str, Any]]) -> str:
-    """A line per claim."""
+def verdicts(section: str, claims: list[dict[str, Any]]) -> Rows:
+    """A line per claim of a section."""
     rows = []
     for claim in claims:
         value = claim.get("geometric_mean", claim.get("value"))
         target, met = claim["target"], claim["met"]
         rows.append(
             {
+                "section": section,
                 "claim": claim["claim"],
                 "measured": f"{value:.3f}",
                 "target": "-" if target is None else f"at most {target:g}",
                 "met": "-" if met is None else "yes" if met else "no",
             }
         )
-    return table(rows)
+    return rows
 
 
-def step_time_section(result: Result) -> str:
+def step_time_section(result: Result) -> Rows:
     """Table of benchmarks/step_time.py: each model's ratios of medians."""
     rows = []
     for model in result["models"]:
@@ -61,10 +67,10 @@ def step_time_section(result: Result) -> str:
             ours, theirs = (TITLES[side] for side in pair.split(" / "))
             row[f"{ours} / {theirs}"] = f"{each['step']:.3f}"
         rows.append(row)
-    return table(rows)
+    return rows
 
 
-def peak_bytes_section(result: Result) -> str:
+def peak_bytes_section(result: Result) -> Rows:
     """Table of benchmarks/peak_bytes.py."""
     rows = []
     for case in result["models"]:
@@ -79,14 +85,14 @@ def peak_bytes_section(result: Result) -> str:
                 "ratio": f"{case['ratios']['default']:.3f}",
                 "selective": f"{case['ratios']['selective']:.3f}",
                 "best": f"{ours[case['best']] / MIB:.2f}",
-                "ratio ": f"{case['ratios']['best']:.3f}",
+                "ratio of the best": f"{case['ratios']['best']:.3f}",
                 "by": case["best"],
             }
         )
-    return table(rows)
+    return rows
 
 
-def first_step_section(result: Result) -> str:
+def first_step_section(result: Result) -> Rows:
     """Table of benchmarks/first_step.py."""
     rows = []
     for case in result["cases"]:
@@ -97,10 +103,10 @@ def first_step_section(result: Result) -> str:
             f"{case['cold']['second_seconds']:.3f}" if "cold" in case else case.get("failed", "-")
         )
         rows.append(row)
-    return table(rows)
+    return rows
 
 
-def limit_section(result: Result) -> str:
+def limit_section(result: Result) -> Rows:
     """Table of benchmarks/limit.py: where the time of a step goes, and both ratios."""
     rows = []
     for model in result["models"]:
@@ -116,14 +122,14 @@ def limit_section(result: Result) -> str:
                 "peak / least": f"{model['ratios']['peak']:.3f}",
             }
         )
-    return table(rows)
+    return rows
 
 
-def overhead_section(result: Result) -> str:
-    """Tables of benchmarks/overhead.py."""
-    planned = [
+def planning_section(result: Result) -> Rows:
+    """First table of benchmarks/overhead.py: planning."""
+    return [
         {
-            "operators": f"{row['nodes']:,}",
+            "operators": row["nodes"],
             "capture, CPU s": f"{row['capture_cpu_seconds']:.2f}",
             "passes": f"{row['passes_cpu_seconds']:.2f}",
             "analysis": f"{row['analysis_cpu_seconds']:.2f}",
@@ -132,20 +138,24 @@ def overhead_section(result: Result) -> str:
         }
         for row in result["planning"]
     ]
+
+
+def running_section(result: Result) -> Rows:
+    """Second table of benchmarks/overhead.py: steps of operators without work."""
     ran = result["running"]
-    executed = [
+    return [
         {
             "way": name,
+            "operators": ran["operators"],
+            "views of these": ran["views"],
             "CPU µs per operator": f"{each['median']:.2f}",
             "quartiles": f"{each['q1']:.2f} to {each['q3']:.2f}",
         }
         for name, each in ran["microseconds_per_operator"].items()
     ]
-    head = f"A step of {ran['operators']:,} operators without work, {ran['views']:,} of them views:"
-    return f"{table(planned)}\n\n{head}\n\n{table(executed)}"
 
 
-def passes_section(result: Result) -> str:
+def passes_section(result: Result) -> Rows:
     """Table of benchmarks/passes.py."""
     rows = []
     for row in result["rows"]:
@@ -161,71 +171,95 @@ def passes_section(result: Result) -> str:
                 "exposed, ms": f"{row['exposed_ms']:.1f}",
             }
         rows.append(line)
-    return table(rows)
+    return rows
 
 
-def scale_section(result: Result) -> str:
-    """Table of benchmarks/scale.py, and its plot."""
-    rows = [
+def scale_section(result: Result) -> Rows:
+    """Table of benchmarks/scale.py."""
+    return [
         {
-            "nodes": f"{row['nodes']:,}",
-            "units": f"{row['units'] - 1:,} and the root",
+            "nodes": row["nodes"],
+            "units": f"{row['units'] - 1} and the root",
             **{f"{k}, µs per node": f"{v:.1f}" for k, v in row["microseconds_per_node"].items()},
             "all, CPU s": f"{row['microseconds_per_node']['all'] * row['nodes'] / 1e6:.2f}",
         }
         for which in ("by_nodes", "by_units")
         for row in result[which]
     ]
-    picture = "![CPU seconds over nodes, and microseconds per node over units](scaling.png)"
-    return f"{table(rows)}\n\n{picture}"
 
 
-def plan_405b_section(result: Result) -> str:
+def plan_405b_section(result: Result) -> Rows:
     """Table of benchmarks/plan_405b.py."""
     rows = [
         {
-            "": side["side"],
+            "side": side["side"],
             "CPU s": f"{side['cpu_seconds']:.1f}",
-            "peak RSS, MiB": f"{side['peak_rss_bytes'] / MIB:,.0f}",
+            "peak RSS, MiB": f"{side['peak_rss_bytes'] / MIB:.0f}",
             "says as peak, GiB": f"{side['peak_bytes'] / 2**30:.2f}",
-            "modules with figures": f"{side['modules']:,}",
+            "modules with figures": side["modules"],
         }
         for side in result["sides"]
     ]
-    return table(rows)
+    return rows
 
 
-SECTIONS: tuple[tuple[str, Any, Callable[[Result], str]], ...] = (
-    ("Step time", step_time, step_time_section),
-    ("Peak bytes", peak_bytes, peak_bytes_section),
-    ("Time to the first step", first_step, first_step_section),
-    ("Distance to the limit", limit, limit_section),
-    ("Own overhead", overhead, overhead_section),
-    ("What each pass wins", passes, passes_section),
-    ("Scale", scale, scale_section),
-    ("405 billion parameters", plan_405b, plan_405b_section),
+Section = tuple[str, Any, dict[str, Callable[[Result], Rows]]]  # title, script, tables by name
+
+SECTIONS: tuple[Section, ...] = (
+    ("Step time", step_time, {"step_time": step_time_section}),
+    ("Peak bytes", peak_bytes, {"peak_bytes": peak_bytes_section}),
+    ("Time to the first step", first_step, {"first_step": first_step_section}),
+    ("Distance to the limit", limit, {"limit": limit_section}),
+    ("Own overhead", overhead, {"planning": planning_section, "running": running_section}),
+    ("What each pass wins", passes, {"passes": passes_section}),
+    ("Scale", scale, {"scale": scale_section}),
+    ("405 billion parameters", plan_405b, {"plan_405b": plan_405b_section}),
 )
+PICTURE = "![CPU seconds over nodes, and microseconds per node over units](scaling.png)"
+
+
+def read(results: Path, script: Any) -> Result | None:
+    """What a script left in a folder of results; None: nothing."""
+    path = results / f"{_name(script)}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def page(results: Path) -> str:
     """The page of what is in a folder of results; a script without a result is named as missing."""
-    parts = [HEAD]
-    for title, script, section in SECTIONS:
-        name = script.__name__.rpartition(".")[2]
+    claims: Rows = []
+    parts = []
+    for title, script, tables in SECTIONS:
         parts.append(f"## {title}")
         parts.append(_about(script.__doc__ or ""))
-        path = results / f"{name}.json"
-        if not path.exists():
-            parts.append(f"No result yet: run `python -m benchmarks.{name}`.")
+        result = read(results, script)
+        if result is None:
+            parts.append(f"No result yet: run `python -m benchmarks.{_name(script)}`.")
             continue
-        result = json.loads(path.read_text())
+        claims += verdicts(
+            f"[{title}](#{title.lower().replace(' ', '-')})", result.get("claims", [])
+        )
         facts = f"{result['machine']}, {result['cpu']}, load {result['load']} at the end"
         versions = f"Python {result['python']}, torch {result['torch']}"
-        parts.append(f"{result['date']}; {facts}; {versions}.")
-        if "claims" in result:
-            parts.append(verdicts(result["claims"]))
-        parts.append(section(result))
-    return "\n\n".join(parts) + "\n"
+        links = ", ".join(f"[{name}.csv](benchmarks/{name}.csv)" for name in tables)
+        parts.append(f"{result['date']}; {facts}; {versions}. Figures: {links}.")
+        if script is scale:
+            parts.append(PICTURE)
+    head = [HEAD, table(claims)] if claims else [HEAD]
+    return "\n\n".join([*head, *parts]) + "\n"
+
+
+def tables(results: Path) -> dict[str, Rows]:
+    """The tables beside the page, by name."""
+    found: dict[str, Rows] = {}
+    for _, script, makers in SECTIONS:
+        result = read(results, script)
+        if result is not None:
+            found |= {name: rows_of(result) for name, rows_of in makers.items()}
+    return found
+
+
+def _name(script: Any) -> str:
+    return str(script.__name__.rpartition(".")[2])
 
 
 def _about(doc: str) -> str:
@@ -240,9 +274,12 @@ def _about(doc: str) -> str:
 
 
 def main() -> int:
-    """Write the page."""
+    """Write the page and its tables."""
     PAGE.write_text(page(RESULTS))
-    print(f"wrote {PAGE}")
+    TABLES.mkdir(exist_ok=True)
+    for name, rows in tables(RESULTS).items():
+        write_csv(TABLES / f"{name}.csv", rows)
+    print(f"wrote {PAGE} and {TABLES}")
     return 0
 
 

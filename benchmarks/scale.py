@@ -4,11 +4,11 @@
     python -m benchmarks.scale --blocks 25 250 --units 8 64     # smaller
 
 Stacks of residual MLP blocks on 8 ranks, in bf16 with fp32 reduction, every unit checkpointed, with
-AdamW. In the first table every block is a unit, and stacks get deeper. In the second, 1,024 blocks
-are grouped into ever more units: one trace serves all of them. CPU seconds of each pass, of each of
-the verifier's checks, of the recording of the optimizer, of the walk that finds live ranges, of the
-ledger's sums, and of what is made of them; the trace is not in any of them. Linear is: microseconds
-per node do not grow.
+AdamW. In the first five rows every block is a unit, and stacks get deeper. In the others, 1,024
+blocks are grouped into ever more units: one trace serves all of them. CPU seconds of each pass, of
+each of the verifier's checks, of the recording of the optimizer, of the walk that finds live
+ranges, of the ledger's sums, and of what is made of them; the trace is not in any of them. Linear
+is: microseconds per node do not grow.
 
 The graph has `nodes` nodes when all passes are over. The plot (docs/scaling.png) needs matplotlib.
 """

@@ -71,8 +71,8 @@ MODELS = {
     "405B": Model(LLAMA3_405B, "full", (128, 2048)),
 }
 # What can be done where units are too small: the 8B model on that many H100, full shard.
-LEVERS_WORLD = 4096
-LEVERS: tuple[tuple[str, dict[str, Any]], ...] = (
+CHANGES_WORLD = 4096
+CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as above", {}),
     ("larger units: neighbours below 2 GiB together", {"min_bucket_bytes": "2GiB"}),
     ("prefetch two units ahead", {"forward_prefetch": 2, "backward_prefetch": 2}),
@@ -257,19 +257,19 @@ def scaled(name: str, say: Say, worlds: Sequence[int] = WORLDS) -> list[Cell]:
 
 
 def pulled(say: Say) -> list[Cell]:
-    """The 8B model with each of `LEVERS`, and with more sequences."""
+    """The 8B model with each of `CHANGES`, and with more sequences."""
     model, found = MODELS["8B"], []
     hardware = {"h100": PRESETS["h100"]}
-    options = {"world_size": LEVERS_WORLD, "checkpoint": model.checkpoint}
+    options = {"world_size": CHANGES_WORLD, "checkpoint": model.checkpoint}
     first = planned(model.shape, BATCH, SEQUENCE, **options)
-    for title, changes in LEVERS:
-        say(f"lever: {title}")
-        found.append({"lever": title, "tokens": BATCH, **cell(first.replan(**changes), hardware)})
+    for title, changes in CHANGES:
+        say(f"change: {title}")
+        found.append({"change": title, "tokens": BATCH, **cell(first.replan(**changes), hardware)})
     for batch in (2, 4):
-        say(f"lever: batch {batch}")
+        say(f"change: batch {batch}")
         made = planned(model.shape, batch, SEQUENCE, **options)
         found.append(
-            {"lever": f"{batch} sequences a rank", "tokens": batch, **cell(made, hardware)}
+            {"change": f"{batch} sequences a rank", "tokens": batch, **cell(made, hardware)}
         )
     return found
 
@@ -369,7 +369,7 @@ def out_of_memory(say: Say) -> Cell:
 
 
 PARTS: dict[str, Callable[[Say], dict[str, Any]]] = {
-    "levers": lambda say: {"levers": pulled(say)},
+    "changes": lambda say: {"changes": pulled(say)},
     "published": lambda say: {
         "published": compared(say),
         "weak_scaling": weak_scaling(say),

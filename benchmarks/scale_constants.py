@@ -52,7 +52,7 @@ CONSTANTS: tuple[tuple[str, Get, str], ...] = (
     ("tree.network_alpha", lambda h: 1e6 * _tree(h).network_alpha, "µs"),
     ("tree.share", lambda h: _tree(h).share, ""),
 )
-# constant -> the texts in hardware.py behind which the tags of its source stand
+# constant -> the texts in hardware.py after which the tags of its source stand
 _LINES = {
     "flops, bf16": ("torch.bfloat16: 989.4e12",),
     "flops, fp32": ("torch.float32: 66.9e12",),

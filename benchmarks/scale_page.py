@@ -23,8 +23,8 @@ from benchmarks.page import table
 from benchmarks.published import MEASURED, OTHER_SOURCES, OTHERS, SOURCES
 from benchmarks.scale_cells import (
     BATCH,
+    CHANGES_WORLD,
     GIB,
-    LEVERS_WORLD,
     MODELS,
     PARTS,
     RECORD,
@@ -38,12 +38,12 @@ from benchmarks.scale_cells import (
 )
 from benchmarks.scale_constants import constants_table, sources_list
 from benchmarks.scale_tables import (
+    changes_table,
     crossover_table,
     every_cell,
     falls,
     gib,
     knee_table,
-    levers_table,
     limits_table,
     models_table,
     published_table,
@@ -172,9 +172,9 @@ whatever is in it: it is exposed as soon as that is longer than the layer comput
 
 ## What to do about it
 
-The 8B model, full shard over {levers_world:,} H100, and one thing changed:
+The 8B model, full shard over {changes_world:,} H100, and one thing changed:
 
-{levers}
+{changes}
 
 In the order in which to try them:
 
@@ -278,8 +278,8 @@ def page(result: Mapping[str, Any]) -> str:
             step=knee(h100, WORLDS[-1]) / 1024,
             limits=limits_table(h100),
             per_rank=1e6 * latency,
-            levers_world=LEVERS_WORLD,
-            levers=levers_table(result["levers"]),
+            changes_world=CHANGES_WORLD,
+            changes=changes_table(result["changes"]),
             published=published_table(result["published"]),
             published_sources=listed(SOURCES),
             count=len(ratios),

@@ -191,14 +191,14 @@ def _ranks(count: int | None) -> str:
     return "none" if count is None else f"{count:,}"
 
 
-def levers_table(cells: Sequence[Cell]) -> str:
-    """What each lever does to time, bytes and collectives."""
+def changes_table(cells: Sequence[Cell]) -> str:
+    """What each change does to time, bytes and collectives."""
     rows = []
     for each in cells:
         took, sent = each["times"]["h100"], each["traffic"]
         rows.append(
             {
-                "8B on 4,096 H100": each["lever"],
+                "8B on 4,096 H100": each["change"],
                 "step, ms": f"{1e3 * took['step_seconds']:,.0f}",
                 "exposed, ms": f"{1e3 * took['exposed_seconds']:,.0f}",
                 "MFU": f"{took['mfu']:.1%}",

@@ -7,8 +7,8 @@ Two gloo ranks, one thread each. All sides of a model live in the same two proce
 in an order that is turned round every round; before each step is a barrier. A step's time is that
 of the slower rank. The loop is the user's: forward, loss, backward, AdamW (foreach), zero_grad.
 "Wall" is what a clock on the wall says; "CPU" is the time that both ranks' processes were computing
-(all threads), which other programs on the machine disturb less. "Selective" and "checkpointed" make
-values again in backward that FSDP2 saves (see Peak bytes).
+(all threads), which other programs on the machine disturb less. "Selective" and "checkpointed"
+recompute values in backward that FSDP2 saves (see Peak bytes).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ $ {first[0]}
 ```
 
 It does not fit, and the table says why: {activations} of activations. So let the layers be
-recomputed in backward, which the script has a flag for; what stands behind `--` is for the script:
+recomputed in backward, which the script has a flag for; what stands after `--` is for the script:
 
 ```
 $ {second[0]}

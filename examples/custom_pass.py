@@ -61,7 +61,7 @@ class RecomputeGelu:
                 reader.replace_input_with(node, copy)
 
 
-def behind_canonicalize(passes: list[Any]) -> list[Any]:
+def after_canonicalize(passes: list[Any]) -> list[Any]:
     """The default pipeline with `RecomputeGelu` in it."""
     at = [each.name for each in passes].index("canonicalize") + 1
     return [*passes[:at], RecomputeGelu(), *passes[at:]]
@@ -78,7 +78,7 @@ def main() -> None:
             changes.extend(line for line in lines if line[:3] not in ("---", "+++"))
 
     usual = fxshard.plan(model, (x,), world_size=RANKS)
-    ours = fxshard.plan(model, (x,), world_size=RANKS, passes=behind_canonicalize, observe=observe)
+    ours = fxshard.plan(model, (x,), world_size=RANKS, passes=after_canonicalize, observe=observe)
     say("What the pass changed in the graph:", *changes)
     for what, plan in (("without", usual), ("with", ours)):
         saved = plan.memory.snapshot("", "After Post-Forward")
@@ -86,14 +86,14 @@ def main() -> None:
 
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    results = [gradients(model, x), gradients(model, x, passes=behind_canonicalize)]
+    results = [gradients(model, x), gradients(model, x, passes=after_canonicalize)]
     same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     tell(f"loss and {len(results[0]) - 1} gradients are the same bits: {same}")
     if dist.is_initialized():
         dist.destroy_process_group()
     else:  # it needs process groups of its own
         found = fxshard.validate(
-            model, (x,), world_size=RANKS, passes=behind_canonicalize, numerics=True
+            model, (x,), world_size=RANKS, passes=after_canonicalize, numerics=True
         )
         say(found.summary(), found.numerics.summary())
 

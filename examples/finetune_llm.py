@@ -42,7 +42,7 @@ def main() -> None:
         extra = fxshard.load_checkpoint(checkpoint, model, optimizer)
         first = extra["step"]
         schedule.load_state_dict(extra["schedule"])
-        say(f"resumed behind step {first}")
+        say(f"resumed after step {first}")
 
     say(f"validation loss before step {first + 1}: {evaluate(model, held_out):.4f}")
     last = min(args.steps, args.stop_after or args.steps)
@@ -68,7 +68,7 @@ def main() -> None:
 
     # Each rank evaluates all of it, so that the ranks can be compared.
     tell(f"validation loss {evaluate(model, held_out):.7f}")
-    weights = model.full_state_dict()  # whole tensors on rank 0; every rank takes part
+    weights = model.full_state_dict()  # full tensors on rank 0; every rank takes part
     if RANK == 0:
         model.save_pretrained(args.out / "model", state_dict=weights)
         plain = transformers.AutoModelForCausalLM.from_pretrained(args.out / "model")

@@ -65,7 +65,7 @@ def main() -> None:
 
     with torch.no_grad():
         tell(f"loss {model(**batch).loss:.7f} on the first batch")
-    weights = model.full_state_dict()  # whole tensors on rank 0; every rank takes part
+    weights = model.full_state_dict()  # full tensors on rank 0; every rank takes part
     if RANK == 0:
         adapters = {name: w for name, w in weights.items() if ".down." in name or ".up." in name}
         args.out.parent.mkdir(parents=True, exist_ok=True)

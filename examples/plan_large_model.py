@@ -51,7 +51,7 @@ def main() -> None:
     print("\n2. Does it fit?\n")
     print(answer(plan, args.budget))
 
-    print("\n3. And if backward makes activations again?\n")
+    print("\n3. And if backward recomputes activations?\n")
     plan = plan.replan(checkpoint="full")  # the trace is used again
     print(answer(plan, args.budget))
 

@@ -5,7 +5,7 @@
 For models that one trace cannot take: Dynamo cuts the model where Python depends on data, and each
 piece becomes a program of the same kind as `fxshard.compile` makes of the whole. Here a gate skips
 a block if its input is small, and the loss is one of the user's own, in the loop. Beside it a copy
-runs uncompiled, on whole weights, on the batches of all ranks.
+runs uncompiled, on unsharded weights, on the batches of all ranks.
 """
 
 import argparse

@@ -61,7 +61,7 @@ def main() -> None:
     say(f"peak of a step on each rank: {model.memory.peak_bytes:,} B")
     tell(f"sum of all weights {total(model):.7f}")
 
-    weights = model.full_state_dict()  # whole tensors on rank 0; every rank takes part
+    weights = model.full_state_dict()  # full tensors on rank 0; every rank takes part
     if RANK == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         torch.save(weights, args.out)

@@ -1,4 +1,4 @@
-"""One trace for equal calls of equal models: for tests of what comes behind the trace.
+"""One trace for equal calls of equal models: for tests of what comes after the trace.
 
 Half of what a plan of a small model costs is its trace, and tests of strategies and options plan
 the same models again and again. Those that conftest.py lists do what `Plan.replan` does, over all
@@ -87,7 +87,7 @@ class Shared:
             return hex(id(value))
 
         def held(tensor: Tensor | None) -> Any:
-            """A parameter counts as it is whole, where it is sharded too."""
+            """A parameter counts as it is unsharded, where it is sharded too."""
             if tensor is None:
                 return None
             shape, stride = tuple(tensor.shape), strides.of_state(tensor)

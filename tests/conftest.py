@@ -105,7 +105,7 @@ def _idle_ranks_are_quiet(_pools: dict[int, Ranks]) -> Iterator[None]:
         each.close_if_it_wakes()
 
 
-# Tests of what comes behind the trace share traces: all but those of these rooms and files, which
+# Tests of what comes after the trace share traces: all but those of these rooms and files, which
 # are about how a model is traced, about when, or count what a run does on the way.
 TRACING_ROOMS = {"_torch", "capture", "codegen", "dryrun", "dynamo", "fuzz", "integrations"}
 TRACING_FILES = {

@@ -6,7 +6,7 @@ class name has one meaning.
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +120,22 @@ def test_files_that_the_layout_names_exist() -> None:
     text = (ROOT / "docs" / "layout.md").read_text()
     named = re.findall(r"`((?:fxshard|passes|tests|benchmarks|examples)/[\w./]+)`", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_layout_names_every_file_where_it_tells_of_its_room() -> None:
+    text = (ROOT / "docs" / "layout.md").read_text().partition("\n## ")[0]
+    told: dict[str, Counter[str]] = {}
+    for room, paragraphs in re.findall(r"^\*\*`(\S+?)`\*\*(.*?)(?=^\*\*`|\Z)", text, re.M | re.S):
+        told[room] = Counter(re.findall(r"`(?:[\w/]*/)?(\w+\.py)`", f"`{room}`{paragraphs}"))
+    for path in modules().values():
+        room, *inside = path.relative_to(ROOT).as_posix().removeprefix("fxshard/").split("/")
+        if path.name != "__init__.py" and inside:
+            room = "passes/" if room == "passes" else f"fxshard/{room}/"
+            told[room][path.name] -= 1  # two files of a name in a room are named twice
+    few = {(room, name) for room, names in told.items() for name in names if names[name] < 0}
+    assert sorted(few) == []
+    beside = {path.name for path in ROOMS.glob("*.py")} - {"__init__.py"}
+    assert [name for name in sorted(beside) if name not in text] == []
 
 
 def test_long_files_of_tests_say_why() -> None:

@@ -157,7 +157,7 @@ def repeat(model: nn.Module, world: int) -> None:
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """A copy with the same values, each parameter one element behind where it would begin."""
+    """A copy with the same values, each parameter one element after where it would begin."""
     made = copy.deepcopy(model)
     for param in made.parameters():
         room = param.new_empty(param.numel() + 1)
@@ -166,7 +166,7 @@ def moved(model: nn.Module) -> nn.Module:
 
 
 def first_shard(tensor: Tensor, world: int) -> Tensor:
-    """Rank 0's rows, of what is whole or sharded."""
+    """Rank 0's rows, of what is full or sharded."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     return tensor.detach()[: tensor.shape[0] // world]

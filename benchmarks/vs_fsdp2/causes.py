@@ -257,7 +257,7 @@ def _sizes(row: Row, unit: str) -> Sizes:
 
 
 def _gathered(unit: str, a: Sizes, b: Sizes, ours: Row, backward: bool) -> Found:
-    """Of a unit's parameters: what FSDP2 holds twice or longer, and what is whole on one side."""
+    """Of a unit's parameters: held twice or longer by FSDP2, or unsharded on one side only."""
     found = [("cast shard", -b["cast shard"])]
     if a["copy"]:
         found.append(("second copy", a["flat"] + a["kept flat"]))

@@ -14,7 +14,7 @@ class Thing:
     """A storage that is alive, on either side, in terms that both sides know.
 
     Attributes:
-        kind: "shard", "flat" (FSDP2's all-gather buffer, in flight), "kept flat" (the same behind
+        kind: "shard", "flat" (FSDP2's all-gather buffer, in flight), "kept flat" (the same after
             its copy-out), "flight" (ours: gathered into, not waited for), "cast shard", "copy" (an
             unsharded parameter), "gradient" (unsharded), "held" (a gradient that only the tracker
             refers to), "sent" (a copy that goes into the reduction), "reduced" (sharded gradient),

@@ -178,7 +178,7 @@ def _loop_variable() -> Tensor | None:
     """The gradient that the tracker's own post-backward hook still has a name for, if it runs.
 
     (torch/distributed/_tools/fsdp2_mem_tracker.py, ``_fsdp_param_group_post_backward``: its loop
-    variable ``unsharded_grad``; it lives until the hook returns, behind the last snapshot.)
+    variable ``unsharded_grad``; it lives until the hook returns, after the last snapshot.)
     """
     frame = inspect.currentframe()
     while frame is not None and "unsharded_grad" not in frame.f_code.co_varnames:

@@ -75,7 +75,7 @@ def validate(
             calls `parallelize` with a copy of the model and its parameters; `context` is around
             each call. Fake ranks are compared in bytes alone. Of processes there are as many as the
             mesh has ranks. Eager PyTorch runs the model as it is given: compared with it are the
-            outputs and the loss of each rank, which are to be whole (a DTensor is put together),
+            outputs and the loss of each rank, which are to be full (a DTensor is put together),
             and gradients and parameters, put together over all dimensions. What tensor parallelism
             adds up in another order is "close". Refused are ranks that share sequences ("cp") or
             have experts ("ep"). See docs/tensor-parallel.md.
@@ -194,7 +194,7 @@ def _check_runs_on_mesh(mesh: Mapping[str, int], numerics_of_fake: bool) -> None
     if CONTEXTS in dims:
         raise ConfigError(
             f"mesh={dims}: the context that cuts sequences over {CONTEXTS!r} holds your batch, and "
-            f"each rank has one of its own, which it would leave whole. Validate without "
+            f"each rank has one of its own, which it would leave uncut. Validate without "
             f"{CONTEXTS!r}; fxshard.plan(mesh=..., context=...) has the bytes of this mesh, and "
             f"docs/context-parallel.md a script for torchrun with gloo."
         )

@@ -1,4 +1,4 @@
-"""Everything that fxshard knows about Hugging Face transformers, in one place."""
+"""What capture and the runtime know of the models of Hugging Face transformers, in one place."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def add_fsdp2(parser: argparse.ArgumentParser) -> None:
 
 
 def behind_dashes(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The arguments of a command that runs a script, and those of the script, behind "--"."""
+    """The arguments of a command that runs a script, and those of the script, after "--"."""
     if argv[0] not in ("dryrun", "explain-oom") or "--" not in argv:
         return argv, ()
     at = list(argv).index("--")

@@ -2,7 +2,6 @@
 
 A region that is worth it is generated once and kept in a file by the digest of the region and all
 that the code depends on; layers, programs, ranks and processes that have an equal region take it
-from fxshard.ir import domain
 from there. The generated module allocates, launches kernels and drops what it no longer needs in
 plain Python statements: `lifetimes` runs those on fake tensors with kernels that do nothing, so
 that the analysis knows every storage of a compiled region, as `load` runs the same statements on

@@ -41,7 +41,7 @@ REFUSED = {
     "cpp_wrapper": "cpp_wrapper allocates in C++",
 }
 # Options by which Inductor measures kernels for products and convolutions: with its own, what comes
-# behind them is fused into them, and takes no memory. Others are measured for time alone.
+# after them is fused into them, and takes no memory. Others are measured for time alone.
 MEASURING = {
     "max_autotune": "mode='max-autotune' chooses kernels by measuring them on the GPU",
     "max_autotune_gemm": "max_autotune_gemm chooses kernels by measuring them on the GPU",

@@ -28,7 +28,7 @@ def run_script(
 
     Args:
         script: path of the file, or name of the module.
-        arguments: of the script, which `sys.argv` has behind its name.
+        arguments: of the script, which `sys.argv` has after its name.
         module: `script` is a module, as with ``python -m``.
         world_size, device, rank, steps: see `dry_run`.
 

@@ -290,7 +290,7 @@ class Runtime(Phases):
         common: Needs,
     ) -> Program:
         """What was traced, completed. Of the programs that were, the oldest is dropped where there
-        are as many as ``max_variants``: it can be made again, without a trace.
+        are as many as ``max_variants``: it can be rebuilt, without a trace.
         """
         others = [each for each in self.variants if each[RANKS] is not None]
         if len(others) >= self.config.max_variants:

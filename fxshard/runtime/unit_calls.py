@@ -108,7 +108,7 @@ class UnitCall:
             (fqn,): param for fqn, param in module.named_parameters() if id(param) not in left_out
         }
         placements = said(self.shard_placement_fn, params)
-        # The function is not kept: it often knows parameters, which are whole before they are
+        # The function is not kept: it often knows parameters, which are full before they are
         # sharded, by a set of them.
         return dataclasses.replace(self, placements=placements, shard_placement_fn=None)
 

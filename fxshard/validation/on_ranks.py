@@ -19,9 +19,9 @@ Note: on a mesh of several dimensions
 Each rank calls the user's `parallelize` on a copy of the model; eager has the model as it was. The
 ranks of one place in data parallelism have one batch and one seed. Each of them is compared with
 eager: its outputs, loss and buffers, where a DTensor is put together and a plain tensor is to be
-whole. Gradients and parameters are put together on each rank, over all dimensions of the mesh.
-Those of rank 0 are compared, and those of others that are not bitwise the same: a parameter that
-tensor parallelism copies may differ between its copies.
+full. Gradients and parameters are put together on each rank, over all dimensions of the mesh. Those
+of rank 0 are compared, and those of others that are not bitwise the same: a parameter that tensor
+parallelism copies may differ between its copies.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _repeated(
 
 
 def not_saved(program: Program) -> None:
-    """Backward makes unsharded parameters again, unless their unit stays unsharded."""
+    """Backward recomputes unsharded parameters, unless their unit stays unsharded."""
     making = [
         n for n in program.graph.nodes if n.op == "call_function" and tags.get(n).role in MAKING
     ]

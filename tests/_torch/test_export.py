@@ -73,7 +73,7 @@ def test_export_joint_keeps_operators_and_runs_forward_first(joint: Joint) -> No
     nodes = [n for n in joint[0].graph.nodes if n.op == "call_function"]
     backward = [node.meta.get("partitioner_tag") == "is_backward" for node in nodes]
     assert any(backward), "backward nodes are no longer marked by partitioner_tag"
-    assert backward == sorted(backward), "a forward node stands behind a backward one"
+    assert backward == sorted(backward), "a forward node stands after a backward one"
     targets = {node.target for node in nodes}
     assert aten.addmm.default in targets, "operators are decomposed"
     assert aten.add_.Tensor not in targets, "the graph is not functional: it has in-place operators"

@@ -78,7 +78,7 @@ def test_flash_backward_of_an_8b_model() -> None:
 def test_efficient_backward_by_hand(
     dtype: torch.dtype, dim: int, tiles: int, rows: int, columns: int, kept: int
 ) -> None:
-    """kernel_backward.h: tiles of floats behind 16 bytes, one per rows of queries, columns of the
+    """kernel_backward.h: tiles of floats after 16 bytes, one per rows of queries, columns of the
     head dim, and head; above 128 in half precision, gradients of 64 keys and values as wide as 3
     tiles. In fp32 the product of output and gradient comes first, if it is larger."""
     op = aten._scaled_dot_product_efficient_attention_backward.default

@@ -445,7 +445,7 @@ FIRST: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "batch norm, untracked": (lambda: nn.BatchNorm1d(4, track_running_stats=False), ROWS),
     "batch norm, frozen weight": (lambda: frozen(nn.BatchNorm1d(4), "weight"), ROWS),
     "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), IMAGE),
-    "behind a frozen stem": (
+    "after a frozen stem": (
         lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4), nn.Tanh()),
         ROWS,
     ),

@@ -179,7 +179,7 @@ def test_what_the_model_hands_through_stays_what_it_is() -> None:
 
 
 def products(program: Program) -> list[bool]:
-    """Per matrix product of backward that forward has too, if it is made again."""
+    """Per matrix product of backward that forward has too, if it is recomputed."""
     nodes = [n for n in program.phase("backward") if n.target is torch.ops.aten.addmm.default]
     return [tags.get(node).recomputed for node in nodes]
 

@@ -321,7 +321,7 @@ class Hidden(nn.Module):
 @pytest.mark.parametrize("where", ["a list", "a closure", "an attribute"])
 @pytest.mark.parametrize("when", ["before", "after", "plan", "dynamo"])
 def test_a_parameter_that_forward_finds_elsewhere_is_refused(where: str, when: str) -> None:
-    """Found while tracing, before the model is sharded or behind."""
+    """Found while tracing, before the model is sharded or after."""
     model, batch = Hidden(where), torch.randn(2, 4)
     message = r"forward reads parameter 'layer\.weight', or a view of it, from elsewhere"
     with pytest.raises(CaptureError, match=message):

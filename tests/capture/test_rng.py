@@ -18,7 +18,7 @@ from tests.eager import Net, batch
 
 
 class Draws(nn.Module):
-    """A linear layer behind numbers that `draw` gives; f32[..., 5] -> f32[..., 5]."""
+    """A linear layer after numbers that `draw` gives; f32[..., 5] -> f32[..., 5]."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()

@@ -178,7 +178,7 @@ def test_checkpoints_from_2_to_4_to_1_and_into_fsdp2(ranks: Any, tmp_path: Path)
 
 
 def plain_dicts(rank: int, world_size: int) -> None:
-    """torch's own state_dict: into FSDP2's optimizer and back, and from whole tensors."""
+    """torch's own state_dict: into FSDP2's optimizer and back, and from full tensors."""
     ours: Any = fxshard.compile(
         built(UNEVEN), units=UNEVEN.units, optimizer=OPTIMIZERS["adamw"], optimizer_in_backward=True
     )

@@ -66,7 +66,7 @@ def test_prefetch(depth: int, gathers: Any, computes: Any, exposed: float) -> No
     assert found.mfu == pytest.approx(5 / (10 + exposed))  # at peak: 64 + 64 + 192 FLOPs in 5 s
 
 
-RowOf = tuple[str, str, str, str]  # word, unit, events that it waits for, event that it records
+RowOf = tuple[str, str, str, str]  # operator, unit, events that it waits for, event that it records
 
 
 def by_hand(*rows: RowOf) -> Program:
@@ -86,7 +86,7 @@ def by_hand(*rows: RowOf) -> Program:
     tags.update(first, unit=0, records="c0")
     launched: dict[str, list[Any]] = {}
     with program.graph.inserting_before(output):
-        for pair, (word, unit, waits, records) in enumerate(rows):
+        for pair, (operator, unit, waits, records) in enumerate(rows):
             tag = tags.Meta(
                 "forward",
                 "compute",
@@ -95,18 +95,18 @@ def by_hand(*rows: RowOf) -> Program:
                 records=records or None,
                 pair=pair,
             )
-            if word == "mm":
+            if operator == "mm":
                 node = program.graph.call_function(aten.mm.default, (x, w))
                 tags.put(node, tag, program.refake(node))
-            elif word == "wait":
+            elif operator == "wait":
                 transfers.insert_wait(program, launched[unit], tag)
             else:
                 target, sent = {
                     "unshard": (ops.all_gather, x),
                     "reduce": (ops.reduce_scatter, w),
-                }[word]
-                tag = dataclasses.replace(tag, role=word, stream=word)
-                name = f"{word}_{pair}"
+                }[operator]
+                tag = dataclasses.replace(tag, role=operator, stream=operator)
+                name = f"{operator}_{pair}"
                 launched[unit] = transfers.insert_operator(
                     program, target, ([sent], 2), ["p"], tag, name
                 )

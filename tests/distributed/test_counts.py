@@ -39,7 +39,7 @@ def built(name: str) -> nn.Module:
 
 
 def padded_bytes(param: nn.Parameter, world_size: int) -> int:
-    """Of the whole parameter, in chunks of ceil(rows / ranks) rows."""
+    """Of the full parameter, in chunks of ceil(rows / ranks) rows."""
     rows = math.ceil(param.shape[0] / world_size) * world_size
     return rows * math.prod(param.shape[1:]) * param.element_size()
 

@@ -1,6 +1,6 @@
 """Exceptions in the middle of a phase: nothing is left behind, and nobody waits for ever.
 
-An error is raised behind every operator and row of forward and backward, by the points that
+An error is raised after every operator and row of forward and backward, by the points that
 `TracedExecutor` calls.
 """
 
@@ -303,7 +303,7 @@ def test_one_rank_fails_and_all_know(tmp_path: Path, phase: str, stride: int) ->
 
 
 def accumulated(rank: int, world_size: int) -> tuple[int, int]:
-    """Points behind which the sums are as they were, and behind which they are refused."""
+    """Points after which the sums are as they were, and after which they are refused."""
     model, x = made(), batch(rank)
 
     def both(fail: tuple[str, int] | None, points: Points | None) -> BaseException | None:

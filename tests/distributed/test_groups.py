@@ -45,7 +45,7 @@ from tests.zoo import MODELS
 
 
 def states_of_the_first(rank: int, world_size: int, members: list[list[int]]) -> list[bool]:
-    """Whether this rank has the whole states, and sees unsharded parameters, of its own group."""
+    """Whether this rank has the full states, and sees unsharded parameters, of its own group."""
     made = [dist.new_group(ranks=ranks) for ranks in members]
     group = next((g for g, ranks in zip(made, members, strict=True) if rank in ranks), None)
     if group is None:

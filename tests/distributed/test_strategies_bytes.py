@@ -245,7 +245,7 @@ def test_sharded_parameters_by_strategy() -> None:
     # Resharded to pairs, half of what backward reads is kept besides.
     kept = (3 * READ_4 + READ_ROOT_4) // 2
     assert parameters(4, reshard_after_forward=2) == (3 * BLOCK_4 + ROOT_4) // 4 + kept
-    # What is ignored is whole: here the norms and the head.
+    # What is ignored is not sharded: here the norms and the head.
     rest = (3 * 4 * 56 + 4 * 48) // 4
     assert parameters(4, ignored=["blocks.*.norm", "head"]) == rest + 3 * 4 * 12 + 4 * 21
 

@@ -74,7 +74,7 @@ class Outer(nn.Module):
 
 
 class Recalled(nn.Module):
-    """One unit, called three times in a forward; one of its calls behind another unit's."""
+    """One unit, called three times in a forward; one of its calls after another unit's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def shards(rank: int, world_size: int, name: str) -> tuple[list[Any], list[Any]]
 
 
 def parts(param: Any) -> list[Any]:
-    """Shapes and strides of a parameter and its gradient, whole and on this rank."""
+    """Shapes and strides of a parameter and its gradient, full and on this rank."""
     tensors = [param, param.to_local(), param.grad, param.grad.to_local()]
     return [(tuple(t.shape), t.stride() if t.numel() else None) for t in tensors]
 
@@ -317,7 +317,7 @@ def test_empty_shards_are_those_of_fsdp2(ranks: Any, world_size: int) -> None:
 
 
 def nbytes(model: nn.Module, names: list[str], world_size: int) -> int:
-    """Of what a collective moves: whole parameters, padded to equal chunks."""
+    """Of what a collective moves: full parameters, padded to equal chunks."""
     shapes = [model.get_parameter(name).shape for name in names]
     return sum(
         4 * world_size * math.ceil(shape[0] / world_size) * math.prod(shape[1:]) for shape in shapes

@@ -101,7 +101,7 @@ def test_an_fsdp2_script_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "step 2: perplexity unknown, norm unknown" in told and "step 3" not in told
     assert "2 steps on rank 0 of 4" in told and "reserved on the device" in told
     assert "Peak Backward" in told and "fits 79.00 GiB" in told
-    # the script ends by itself, and its own arguments stand behind the dashes
+    # the script ends by itself, and its own arguments stand after the dashes
     page = str(tmp_path / "page.html")
     asked = ["--world-size", "4", "--rank", "3", "--steps", "9", "--budget", "1KiB", "--html", page]
     assert main(["dryrun", *asked, script, "--", "--steps", "1"]) == 1

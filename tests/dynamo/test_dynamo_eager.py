@@ -31,7 +31,7 @@ from tests.oracles import count_collectives
 # All-gathers in forward and backward, and reduce-scatters, of a step of `Broken`, counted by hand.
 # A compiled stretch: one per unit. An eager read: one per parameter, and one more in backward for
 # each weight that the gradient of an activation needs. In front of the blocks `inlet` reads 2,
-# behind them `out` reads 2; the gradient of the batch is not asked for.
+# after them `out` reads 2; the gradient of the batch is not asked for.
 COUNTS = {
     "none": (3, 3, 3),  # one graph: the root unit and two blocks
     "print": (2 + 2 * 2 + 2, 2 * 2 + 1, 2 + 2 * 2 + 2),  # two graphs per block
@@ -85,7 +85,7 @@ def broken_steps(rank: int, world_size: int, kinds: list[str]) -> list[str]:
             if step and seen.count() != sum(counts):
                 wrong.append(f"{kind} {step}: other collectives {seen.kinds()}")
             if shapes & set(saved):
-                wrong.append(f"{kind} {step}: whole parameters saved: {saved}")
+                wrong.append(f"{kind} {step}: unsharded parameters saved: {saved}")
             if int(model.calls) != step + 1:
                 wrong.append(f"{kind} {step}: buffer {model.calls}")
         for program in programs(model):

@@ -56,7 +56,7 @@ def test_equal_to_the_large_batch(ranks: Any, world_size: int) -> None:
 
 def evaluation_inside(rank: int, world_size: int) -> tuple[Any, Any]:
     """A forward without gradients between forward and backward, under no_sync and not, and
-    behind each micro-batch; the mean of both ranks in plain eager.
+    after each micro-batch; the mean of both ranks in plain eager.
 
     FSDP2 (torch 2.13) loses the root's gradients in the latter case.
     """
@@ -180,7 +180,7 @@ def test_fp32_sums_of_bf16_gradients_do_not_round(ranks: Any) -> None:
 
 
 def dropped(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Gradients of a reducing backward, behind an accumulating one and a zero_grad between."""
+    """Gradients of a reducing backward, after an accumulating one and a zero_grad between."""
     found = []
     for how in ("nothing", "module", "optimizer", "before backward"):
         model = fxshard.compile(seeded(Net), units=["blocks.*"])
@@ -259,7 +259,7 @@ def too_late(rank: int, world_size: int) -> None:
         loss_of(model(batch(rank, 1))).backward()
     with pytest.raises(StepError, match="accumulated under no_sync between a forward outside"):
         loss.backward()
-    loss_of(model(batch(rank, 0))).backward()  # as it says: backward behind each forward
+    loss_of(model(batch(rank, 0))).backward()  # as it says: backward after each forward
     want = fxshard.compile(seeded(Net), units=["blocks.*"])
     for i in (1, 0):
         with reduces(want, i == 0):
@@ -361,7 +361,7 @@ def test_static_equals_measured(name: str, how: str, no_sync: bool) -> None:
 
 
 def held(rank: int, world_size: int, options: Options) -> list[int]:
-    """Bytes that are accumulated behind each micro-batch."""
+    """Bytes that are accumulated after each micro-batch."""
     model = fxshard.compile(seeded(Net), units=["blocks.*"], **options)
     found = []
     for i in range(3):

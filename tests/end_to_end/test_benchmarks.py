@@ -434,3 +434,16 @@ def test_the_page_has_every_script_and_names_what_is_missing(results: Path, tmp_
     assert page.page(tmp_path).count("No result yet: run `python -m benchmarks.") == len(
         page.SECTIONS
     )
+
+
+def test_the_page_and_the_tables_beside_it_are_up_to_date(tmp_path: Path) -> None:
+    """`python -m benchmarks.page` writes them from what is recorded; the page has one table."""
+    text = page.PAGE.read_text()
+    assert text == page.page(page.RESULTS)
+    assert text.count("\n|--") == 1 and len(text.splitlines()) <= 240
+    tables = page.tables(page.RESULTS)
+    assert {path.stem for path in page.TABLES.glob("*.csv")} == tables.keys()
+    for name, rows in tables.items():
+        figures.write_csv(tmp_path / name, rows)
+        assert (tmp_path / name).read_text() == (page.TABLES / f"{name}.csv").read_text()
+        assert f"](benchmarks/{name}.csv)" in text

@@ -107,7 +107,7 @@ def test_language_model_resumes_where_it_was(tmp_path: Path) -> None:
     rest = run(tmp_path, "finetune_llm.py", *options, "--out", "parts", "--resume")
     steps = [line for line in whole.splitlines() if line.startswith("step ")]
     assert [line for line in first.splitlines() if line.startswith("step ")] == steps[:5]
-    assert "resumed behind step 5\n" in rest
+    assert "resumed after step 5\n" in rest
     assert [line for line in rest.splitlines() if line.startswith("step ")] == steps[5:]
     assert of_ranks(rest) == of_ranks(whole) != of_ranks(first)
 

@@ -186,7 +186,7 @@ def fsdp1(case: Case, policy: MixedPrecision) -> nn.Module:
 
 
 def steps_beside_fsdp1(rank: int, world_size: int, case: Case, policy: MixedPrecision) -> Any:
-    """Losses, and whole parameters and buffers at the end, of FSDP1 and of fxshard."""
+    """Losses, and full parameters and buffers at the end, of FSDP1 and of fxshard."""
     results: list[Any] = []
     theirs = fsdp1(case, policy)
     torch.manual_seed(0)
@@ -248,7 +248,7 @@ def test_bitwise_with_fsdp1(ranks: Any, name: str) -> None:
 
 
 def eval_outputs(rank: int, world_size: int, name: str, full_precision: bool) -> list[Tensor]:
-    """In eval mode, of: the plain model, FSDP2, fxshard; and the same behind two steps of each."""
+    """In eval mode, of: the plain model, FSDP2, fxshard; and the same after two steps of each."""
     recipe = Recipe(MODELS[name], LOW)
     plain = recipe.case.build
     torch.manual_seed(0)

@@ -237,7 +237,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "divided by 3 before": Reduction(
         {"gradient_divide_factor": 3, "gradient_predivide_factor": 3}, before=3
     ),
-    "divided by 5 before and by 7 behind": Reduction(
+    "divided by 5 before and by 7 after": Reduction(
         {"gradient_divide_factor": 35, "gradient_predivide_factor": 5}, before=5, behind=7
     ),
     "divided before": Reduction({"gradient_predivide_factor": 8}, before=8, behind=0.25),

@@ -69,7 +69,7 @@ def steps(
     after: Callable[[], object] = lambda: None,
     count: int = 3,
 ) -> Seen:
-    """The plain loop; `after` is called behind every optimizer step."""
+    """The plain loop; `after` is called after every optimizer step."""
     for step in range(count):
         loss = loss_of(model(batch(rank, step)))
         loss.backward()

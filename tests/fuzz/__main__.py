@@ -1,7 +1,7 @@
 """`python -m tests.fuzz SEED`: replay a case, print it as code, and shrink it if it fails.
 
 `python -m tests.fuzz --count 10000 --start 0`: many cases, and the table of what came out. Results
-are appended to `--out`; started again with the same file, it goes on behind the last one.
+are appended to `--out`; started again with the same file, it goes on after the last one.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def full(t: Tensor) -> Tensor:
-    """A copy of the whole tensor."""
+    """A copy of the full tensor."""
     t = t.detach()
     return (t.full_tensor() if isinstance(t, DTensor) else t).clone()
 

@@ -270,7 +270,7 @@ def scales_swapped(program: Program) -> None:
 
 
 def saved(program: Program) -> None:
-    """Backward reads what forward made, and makes it again for nothing."""
+    """Backward reads what forward made, and recomputes it for nothing."""
     made = [n for n in making(program, "post_gather") if tags.get(n).fqn == "1.weight"]
     half = len(made) // 2
     made[-1].replace_all_uses_with(made[half - 1])

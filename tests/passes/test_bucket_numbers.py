@@ -222,7 +222,7 @@ def find(program: Program, name: str) -> fx.Node:
     return node
 
 
-def word(program: Program, target: Any, unit: int = 1, phase: str = "forward") -> fx.Node:
+def operator(program: Program, target: Any, unit: int = 1, phase: str = "forward") -> fx.Node:
     return next(
         node
         for node in program.graph.find_nodes(op="call_function", target=target)
@@ -238,7 +238,7 @@ def value_of(program: Program, fqn: str) -> fx.Node:
 @breaks(Fact.PARAMS_UNSHARDED)
 def two_parameters_swapped_after_unpack(program: Program) -> fx.Node:
     """A weight and a shift have one shape."""
-    unpack = word(program, ops.unpack)
+    unpack = operator(program, ops.unpack)
     weight, _, shift = unpack.users
     weight.args, shift.args = (unpack, 2), (unpack, 0)
     return unpack
@@ -246,22 +246,22 @@ def two_parameters_swapped_after_unpack(program: Program) -> fx.Node:
 
 @breaks(Fact.PARAMS_UNSHARDED)
 def packed_in_another_order(program: Program) -> fx.Node:
-    pack = word(program, ops.pack)
+    pack = operator(program, ops.pack)
     weight, bias, shift = tags.operands(pack)
     pack.args = ([shift, bias, weight], *pack.args[1:])
-    return word(program, ops.unpack)
+    return operator(program, ops.unpack)
 
 
 @breaks(Fact.PARAMS_UNSHARDED)
 def unpacked_for_another_number_of_ranks(program: Program) -> fx.Node:
-    unpack = word(program, ops.unpack)
+    unpack = operator(program, ops.unpack)
     unpack.args = (unpack.args[0], 4, *unpack.args[2:])
     return unpack
 
 
 @breaks(Fact.PARAMS_UNSHARDED)
 def packed_buffer_read_as_it_is(program: Program) -> fx.Node:
-    unpack = word(program, ops.unpack)
+    unpack = operator(program, ops.unpack)
     (flat,) = tags.operands(unpack)
     free = next(user for user in flat.users if user.target is ops.free)
     with program.graph.inserting_before(free):
@@ -271,7 +271,7 @@ def packed_buffer_read_as_it_is(program: Program) -> fx.Node:
 
 @breaks(Fact.TAGGED)
 def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
-    pack = word(program, ops.pack, unit=2)
+    pack = operator(program, ops.pack, unit=2)
     first, *rest = tags.operands(pack)
     other = find(program, "scale")
     tags.update(other, fqn=tags.get(first).fqn)
@@ -282,7 +282,7 @@ def buffer_packed_in_place_of_a_shard(program: Program) -> fx.Node:
 
 @breaks(Fact.UNSHARD_PAIRED)
 def unpacked_before_the_wait(program: Program) -> fx.Node:
-    unpack = word(program, ops.unpack)
+    unpack = operator(program, ops.unpack)
     (flat,) = tags.operands(unpack)
     flat.append(unpack)
     return unpack
@@ -290,7 +290,7 @@ def unpacked_before_the_wait(program: Program) -> fx.Node:
 
 @breaks(Fact.FREED)
 def packed_buffer_never_freed(program: Program) -> fx.Node:
-    unpack = word(program, ops.unpack)
+    unpack = operator(program, ops.unpack)
     (flat,) = tags.operands(unpack)
     free = next(user for user in flat.users if user.target is ops.free)
     program.graph.erase_node(free)
@@ -299,7 +299,7 @@ def packed_buffer_never_freed(program: Program) -> fx.Node:
 
 @breaks(Fact.NO_USE_AFTER_FREE)
 def packed_buffer_freed_before_its_unpack(program: Program) -> fx.Node:
-    unpack = word(program, ops.unpack)
+    unpack = operator(program, ops.unpack)
     (flat,) = tags.operands(unpack)
     free = next(user for user in flat.users if user.target is ops.free)
     unpack.prepend(free)
@@ -308,7 +308,7 @@ def packed_buffer_freed_before_its_unpack(program: Program) -> fx.Node:
 
 @breaks(Fact.REDUCED_ONCE)
 def one_gradient_packed_twice(program: Program) -> fx.Node:
-    launch = word(program, ops.reduce_scatter, phase="backward")
+    launch = operator(program, ops.reduce_scatter, phase="backward")
     weight, bias, _ = walk.packed_rows(tags.operands(launch)[0])
     (cat,) = (user for user in weight.users if user.target is aten.cat.default)
     cat.args = ([weight, bias, weight], 1)
@@ -317,7 +317,7 @@ def one_gradient_packed_twice(program: Program) -> fx.Node:
 
 @breaks(Fact.REDUCED_ONCE)
 def gradients_packed_in_another_order(program: Program) -> fx.Node:
-    launch = word(program, ops.reduce_scatter, phase="backward")
+    launch = operator(program, ops.reduce_scatter, phase="backward")
     weight, bias, shift = walk.packed_rows(tags.operands(launch)[0])
     (cat,) = (user for user in weight.users if user.target is aten.cat.default)
     cat.args = ([shift, bias, weight], 1)
@@ -336,7 +336,7 @@ def gradient_cut_at_the_wrong_place(program: Program) -> fx.Node:
 def packed_though_it_is_not_to_be(program: Program) -> fx.Node:
     root, layer, *rest = program.buckets
     program.buckets = (root, ParamBucket(layer.fqns), *rest)
-    return word(program, ops.all_gather)
+    return operator(program, ops.all_gather)
 
 
 @pytest.mark.parametrize(("fact", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])

@@ -1,5 +1,7 @@
 """What became of each method of torch's suites: the rows, read from `rows.csv`, and their page.
 
+The page counts them by file; docs/peer-tests.csv beside it has a line per method.
+
 The columns of `rows.csv` are file, method, verdict, by, torch. The last says which torches have the
 method, where not all do that fxshard runs on. What `by` says depends on the verdict:
 
@@ -10,8 +12,9 @@ method, where not all do that fxshard runs on. What `by` says depends on the ver
 """
 
 import csv
+import io
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,19 +23,22 @@ from tests.peers import upstream
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "peer-tests.md"
+TABLE = ROOT / "docs" / "peer-tests.csv"
 COLUMNS = ("file", "method", "verdict", "by", "torch")
 VERDICTS = ("same", "refused", "not applicable", "missing")
-SUITES = {  # folder -> heading
-    "fsdp2": "FSDP2: `fully_shard`, torch's `test/distributed/_composable/fsdp/` and "
-    "`test_composability/`",
-    "fsdp1": "FSDP1: `FullyShardedDataParallel`, torch's `test/distributed/fsdp/`",
+SUITES = {  # folder -> what its files test
+    "fsdp2": "FSDP2, `fully_shard`",
+    "fsdp1": "FSDP1, `FullyShardedDataParallel`",
 }
 
 HEAD = """# PyTorch's own tests of FSDP, as tests of fxshard
 
-Written by `python -m tests.peers` from `tests/peers/*/rows.csv`; do not edit. A row is a method of
-PyTorch's test suites; our tests of the same behaviour are written anew, with the same models,
-oracles and tolerances, and run on gloo ranks.
+Written by `python -m tests.peers` from `tests/peers/*/rows.csv`; do not edit. Our tests of the
+behaviour that PyTorch's test suites assert are written anew, with the same models, oracles and
+tolerances, and run on gloo ranks. The table counts methods of PyTorch's files;
+[peer-tests.csv](peer-tests.csv) has a row for each, with the tests of ours that stand for it, or
+why there is none. FSDP2's files are of `test/distributed/_composable/fsdp/` and
+`test_composability/`, FSDP1's of `test/distributed/fsdp/`.
 
 - **same**: the named tests assert what torch's method asserts, of fxshard. Of FSDP2's
   `test_fully_shard_training_memory` one bound holds with other options: backward with offload is
@@ -41,9 +47,11 @@ oracles and tolerances, and run on gloo ranks.
 - **not applicable**: there is nothing of the kind here, or it needs a GPU.
 - **missing**: fxshard does not do it yet.
 
-Where only some of torch's releases have a method, its row says which."""
+Where only some of torch's releases have a method, its row says which. The last column counts the
+methods that pass as they are (below), of those that could be run.
+"""
 
-AS_THEY_ARE = """### As they are
+AS_THEY_ARE = """## FSDP2's files as they are
 
 torch's own files, run with the one name `fully_shard` replaced, and with it
 `register_fsdp_forward_method`, on 2026-11-25 and 26 with torch 2.13.0 on the CPU: gloo, 4 ranks at
@@ -60,14 +68,14 @@ processes, and takes fxshard's operators where a file counts collectives by thei
 function that it puts in the place of one of FSDP2's own (`patch_reduce_scatter`) is not reached.
 
 No checkout of the release was at hand: each file is put together from the text of the commit that
-is named with it, with the import paths of torch 2.13 and without docstrings. Left out are methods
-that need CUDA or import FSDP2's inside, the second half of the file about communication, and the
-hybrid cases of extensions and of placements beside tensor parallelism: only their rows below speak
-of these.
+is named in the CSV (`commit`), with the import paths of torch 2.13 and without docstrings. Left
+out are methods that need CUDA or import FSDP2's inside, the second half of the file about
+communication, and the hybrid cases of extensions and of placements beside tensor parallelism: only
+their rows speak of these. The columns `as it is` and `why` of the CSV have, of each method:
 """
 
 WITHOUT_ROWS = {  # by suite: the files of torch's folders that have none
-    "fsdp2": """### Files without rows
+    "fsdp2": """## Files of FSDP2 without rows
 
 Looked at on 2026-11-26 in a store of PyTorch's history, which has the branches of pull requests
 too. What only those have is in no release of 2.11 to 2.15, by three signs: what it imports is not
@@ -96,7 +104,7 @@ files two hold `_make_fx`).
   `_composable/fully_shard/`, `test_compose.py`, `test_fully_shard.py`, `test_compiler.py`; and of
   `test_composability/` the files that became the two with rows.
 """,
-    "fsdp1": """### Files without rows
+    "fsdp1": """## Files of FSDP1 without rows
 
 Looked at as those of FSDP2. Of FSDP1's first year, taken out or named otherwise since:
 `test_fsdp.py`, `test_fsdp_no_sync.py`, `test_flatten_params_wrapper.py`, `test_ssd_offload.py`,
@@ -158,78 +166,61 @@ def read_as_they_are() -> list[upstream.Row]:
 
 def page(rows: Iterable[Row]) -> str:
     """The text of docs/peer-tests.md."""
-    parts = [HEAD]
-    for suite, heading in SUITES.items():
-        files: dict[str, list[Row]] = {}
+    rows, run = list(rows), read_as_they_are()
+    return "\n".join([HEAD, _counts(rows, run), _as_they_are(run), *WITHOUT_ROWS.values()])
+
+
+def csv_rows(rows: Iterable[Row]) -> Iterator[list[str]]:
+    """The lines of docs/peer-tests.csv, the names of its columns first."""
+    came = {(row.file, row.method): row for row in read_as_they_are()}
+    yield ["suite", *COLUMNS, "as it is", "why", "commit"]
+    for row in rows:
+        own = came.get((row.file, row.method.partition(" (")[0])) if row.suite == "fsdp2" else None
+        said = [own.outcome, own.why, own.commit] if own else ["", "", ""]
+        own_columns = [row.file, row.method, row.verdict, row.test_or_reason, row.torch]
+        yield [row.suite, *own_columns, *said]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The text of docs/peer-tests.csv."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(csv_rows(rows))
+    return text.getvalue()
+
+
+def _counts(rows: Iterable[Row], run: list[upstream.Row]) -> str:
+    """One line per file, and one for all of a suite."""
+    lines = []
+    for suite in SUITES:
+        counts: dict[str, Counter[str]] = {}
         for row in rows:
             if row.suite == suite:
-                files.setdefault(row.file, []).append(row)
-        if files:
-            run = read_as_they_are() if suite == "fsdp2" else []
-            parts += [f"\n## {heading}\n", _counts(files), *_as_they_are(run)]
-            parts += [_methods(file, chosen, run) for file, chosen in files.items()]
-            parts += [WITHOUT_ROWS[suite]]
-    return "\n".join(parts)
+                counts.setdefault(row.file, Counter())[row.verdict] += 1
+        ran = run if suite == "fsdp2" else []
+        passed = {
+            file: [each.outcome == "passes" for each in ran if each.file == file] for file in counts
+        }
+        counts["all"] = sum(counts.values(), Counter())
+        passed["all"] = [each.outcome == "passes" for each in ran]
+        for file, count in counts.items():
+            name = f"`{file}`" if file != "all" else f"all of {SUITES[suite]}"
+            own = f"{sum(passed[file])} of {len(passed[file])}" if passed[file] else ""
+            lines.append([name, *(str(count[verdict]) for verdict in VERDICTS), own])
+    return _table(["file", *VERDICTS, "as it is"], lines)
 
 
-def _counts(files: dict[str, list[Row]]) -> str:
-    counts = {f"`{f}`": Counter(row.verdict for row in rows) for f, rows in files.items()}
-    return _table(["file", *VERDICTS], _numbers(counts, VERDICTS))
-
-
-def _numbers(counts: dict[str, Counter[str]], kinds: Iterable[str]) -> list[list[str]]:
-    counts["all"] = sum(counts.values(), Counter())
-    return [[what, *(str(count[kind]) for kind in kinds)] for what, count in counts.items()]
-
-
-def _as_they_are(run: list[upstream.Row]) -> list[str]:
-    """The section of torch's own files, and what does not pass of them."""
-    if not run:
-        return []
-    kinds = [kind for kind in upstream.OUTCOMES if any(row.outcome == kind for row in run)]
-    counts: dict[str, Counter[str]] = {}
-    for row in run:
-        counts.setdefault(f"`{row.file}` ({row.commit})", Counter())[row.outcome] += 1
-    said = "".join(f"- **{kind}**: {upstream.OUTCOMES[kind]}.\n" for kind in kinds)
-    rest = [[f"`{r.method}`", r.outcome, _cell(r.why)] for r in run if r.outcome != "passes"]
-    return [
-        f"{AS_THEY_ARE}\n{said}",
-        _table(["file", *kinds], _numbers(counts, kinds)),
-        _table(["method", "as it is", "why"], rest),
+def _as_they_are(run: list[upstream.Row]) -> str:
+    """The section of torch's own files: how many of their methods came to what."""
+    counts = Counter(row.outcome for row in run)
+    said = [
+        f"- **{kind}**, {counts[kind]}: {upstream.OUTCOMES[kind]}.\n"
+        for kind in upstream.OUTCOMES
+        if counts[kind]
     ]
-
-
-def _methods(file: str, rows: list[Row], run: list[upstream.Row]) -> str:
-    came = {row.method: row.outcome for row in run if row.file == file}
-    headers = ["method", "here", "by", *(["as it is"] if run else [])]
-    table = [
-        [
-            f"`{row.method}`{_since(row)}",
-            row.verdict,
-            _by(row),
-            *([came.get(row.method.partition(" (")[0], "")] if run else []),
-        ]
-        for row in rows
-    ]
-    return f"### {file}\n\n{_table(headers, table)}"
-
-
-def _since(row: Row) -> str:
-    return f" (torch {row.torch})" if row.torch else ""
+    return f"{AS_THEY_ARE}\n{''.join(said)}"
 
 
 def _table(headers: list[str], rows: list[list[str]]) -> str:
     """Not padded: a changed row is one changed line."""
     lines = [headers, ["---"] * len(headers), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _by(row: Row) -> str:
-    tests = ", ".join(f"`{test.removeprefix('tests/peers/')}`" for test in row.tests)
-    said = row.refusal if row.tests else row.test_or_reason
-    said = _cell(said)
-    return said if not tests else f'{tests}: "{said}"' if said else tests
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

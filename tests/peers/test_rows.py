@@ -1,6 +1,7 @@
-"""Rows name tests that exist, the texts of refusals are asserted, and the page is up to date."""
+"""Rows name tests that exist, texts of refusals are asserted, page and table are up to date."""
 
 import ast
+import csv
 import functools
 
 from tests.peers import rows
@@ -68,6 +69,24 @@ def test_wrong_rows_are_noticed() -> None:
     assert complaint(right) == ""
 
 
-def test_the_page_is_up_to_date() -> None:
-    """`python -m tests.peers` writes it."""
+def test_the_page_and_its_table_are_up_to_date() -> None:
+    """`python -m tests.peers` writes both; the table has every row, and all that is known of it."""
     assert rows.PAGE.read_text() == rows.page(rows.read())
+    text = rows.TABLE.read_text()
+    assert text == rows.table(rows.read())
+    written = list(csv.DictReader(text.splitlines()))
+    assert [Row(each["suite"], *(each[key] for key in rows.COLUMNS)) for each in written] == [
+        *rows.read()
+    ]
+    said = {(each["file"], each["method"].partition(" (")[0]): each for each in written}
+    for run in rows.read_as_they_are():
+        of_it = said[run.file, run.method]
+        assert [of_it[key] for key in ("as it is", "why", "commit")] == [
+            *(run.outcome, run.why, run.commit),
+        ]
+
+
+def test_the_page_is_short() -> None:
+    """One table, of files; what is said of methods is in the CSV."""
+    text = rows.PAGE.read_text()
+    assert len(text.splitlines()) <= 200 and text.count("\n| ---") == 1

@@ -6,7 +6,7 @@
 installed; nothing of it is part of this repository. torch's test suite is written for accelerators:
 here its ranks are processes with gloo, on the CPU, and each method runs twice, first with torch's
 own `fully_shard`. What fails so needs something that this machine lacks, and says nothing of
-fxshard. `python -m tests.peers` writes the table of docs/peer-tests.md of what came of it.
+fxshard. `python -m tests.peers` writes into docs/peer-tests.md and its CSV what came of it.
 
 torch's testing package needs ``pip install expecttest``.
 """
@@ -87,9 +87,9 @@ INSIDE = "torch.distributed.fsdp._fully_shard"  # where FSDP2's own modules are
 
 OUTCOMES = {
     "passes": "as it is, with fxshard's `fully_shard`",
-    "refused": "with an error of fxshard's, which the last column quotes",
+    "refused": "with an error of fxshard's, which `why` quotes",
     "works here": "it asserts an error of FSDP2's, and fxshard does what is asked",
-    "internals": "it reads FSDP2's inside, by the names in the last column",
+    "internals": "it reads FSDP2's inside, by the names in `why`",
     "otherwise": "fxshard does something else on purpose",
     "not on a CPU": "it fails with torch's own `fully_shard` on this machine too",
     "timed out": "it did not end in time, here or with torch's own; no comparison had failed",

@@ -222,7 +222,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("unet", "llama",
 
 @pytest.mark.parametrize("name", ["dropout", *SLOW])
 def test_measured_bytes_are_within_the_budget(name: str) -> None:
-    """The tracker's activations behind forward, and every other byte of the step."""
+    """The tracker's activations after forward, and every other byte of the step."""
     case = (MODELS | MORE)[name]
     model, args, kwargs = built(case)
     plan = fxshard.plan(model, args, kwargs, world_size=2, units=case.units)

@@ -32,7 +32,7 @@ def assert_same_values(ours: nn.Module, eager: nn.Module) -> None:
 
 
 def init_weights(module: nn.Module) -> None:
-    """What users write: by class, with random numbers over whole shapes."""
+    """What users write: by class, with random numbers over full shapes."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.kaiming_uniform_(module.weight)
     if isinstance(module, type(MODELS["mlp13"].build())):

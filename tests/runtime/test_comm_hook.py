@@ -101,7 +101,7 @@ def test_no_shard_hook_takes_one_tensor(ranks: Any) -> None:
 
 
 def seen_by_a_hook(rank: int, world_size: int) -> None:
-    """The hook gets each rank's rows behind one another, and what it writes is the gradient."""
+    """The hook gets each rank's rows one after the other, and what it writes is the gradient."""
     shapes: list[tuple[int, int]] = []
 
     def hook(state: list[int], flat: Tensor, out: Tensor) -> None:

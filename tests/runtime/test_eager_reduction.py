@@ -217,7 +217,7 @@ def test_second_derivatives_are_right_or_refused(ranks: Any) -> None:
 
 
 def accumulated(rank: int, world_size: int, last: str) -> dict[str, Any]:
-    """Half of the batch under no_sync, the other half behind it."""
+    """Half of the batch under no_sync, the other half after it."""
     model: Any = fxshard.compile(build(), gradient_predivide_factor=2.0)
     first, second = shard_of(rank, world_size).chunk(2)
     with model.no_sync(), count_collectives() as waiting:

@@ -75,7 +75,7 @@ def test_asking_for_the_state_does_not_step(ranks: Any, name: str, grads: bool) 
 
 
 def through_a_checkpoint(rank: int, world_size: int, name: str, path: str, steps: int) -> Any:
-    """Save behind `steps` steps that leave a parameter without gradient, load, and go on."""
+    """Save after `steps` steps that leave a parameter without gradient, load, and go on."""
     ranks = world_size if dist.is_initialized() else 1
     batch = BATCH.chunk(ranks)[rank]
     options: dict[str, Any] = {} if dist.is_initialized() else {"world_size": 2}

@@ -178,7 +178,7 @@ def test_each_call_is_a_unit_with_its_policies(ranks: Any) -> None:
 
 
 def from_meta(rank: int, world_size: int) -> None:
-    """By the model's own initialisation behind `to_empty`, or by loading."""
+    """By the model's own initialisation after `to_empty`, or by loading."""
     whole = net(3).state_dict()
     for load in (False, True):
         with torch.device("meta"):

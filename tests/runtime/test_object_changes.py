@@ -1,4 +1,4 @@
-"""Changed after compile, methods on whole parameters."""
+"""Changed after compile, methods on unsharded parameters."""
 
 import array
 import copy
@@ -418,7 +418,7 @@ def test_what_forward_does_not_read_of_an_object_may_change() -> None:
     assert copy.deepcopy(ours.trainer).steps == 12
 
 
-# -- methods on whole parameters -------------------------------------------------------------------
+# -- methods on unsharded parameters ---------------------------------------------------------------
 
 
 def of_transformers(rank: int, world_size: int, folder: str) -> None:

@@ -518,7 +518,7 @@ def test_what_would_be_written_into_a_copy_is_refused(ranks: Any) -> None:
 
 
 def pickled(rank: int, world_size: int) -> None:
-    """Also of parameters that lie behind others in memory, which torch takes for plain tensors."""
+    """Also of parameters that lie after others in memory, which torch takes for plain tensors."""
     ours: Any = fxshard.compile(build())
     for p in ours.parameters():
         for made in (p.detach(), p.data):

@@ -1,4 +1,4 @@
-"""The state of a FxshardModule beside that of the plain model: norms, whole parameters, copies."""
+"""The state of a FxshardModule beside that of the plain model: norms, full parameters, copies."""
 
 import math
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def test_clip_grad_norm_of_low_precision_has_its_dtype() -> None:
     assert state.clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0, 2.0) == 0
 
 
-# -- whole parameters ------------------------------------------------------------------------------
+# -- full parameters -------------------------------------------------------------------------------
 
 
 def summoned(rank: int, world_size: int, name: str) -> None:

@@ -41,7 +41,7 @@ def of_zoo(name: str, **options: Any) -> Numerics:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Puts an operator behind a node of the capture: the gradient of a parameter, or a tanh."""
+    """Puts an operator after a node of the capture: the gradient of a parameter, or a tanh."""
 
     of: str
     target: Any
@@ -179,7 +179,7 @@ def test_bitwise_models(name: str) -> None:
 
 
 def test_close_where_divisions_round() -> None:
-    """Dividing by 3 in front of the reduction and by 1 behind it is not the average's rounding."""
+    """Dividing by 3 before the reduction and by 1 after it is not the average's rounding."""
     found = of_zoo("mlp13", world_size=3, gradient_predivide_factor=3.0)
     assert found.verdict == "close", found.table(only_different=True)
     close = found.of("close")

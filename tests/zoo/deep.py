@@ -95,7 +95,7 @@ class Checkpointed(Net):
 
 
 class Ends(Net):
-    """Blocks of other kinds in front and behind."""
+    """Blocks of other kinds before and after."""
 
     def __init__(self) -> None:
         super().__init__(depth=DEPTH + 2)

@@ -209,7 +209,7 @@ class Experts(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """A transformer block and experts behind it; adds to the balancing loss."""
+    """A transformer block and experts after it; adds to the balancing loss."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class Empty(nn.Module):
 
 
 class Transposed(nn.Module):
-    """A parameter whose rows do not lie one behind the other."""
+    """A parameter whose rows do not lie one after the other."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Transposed(nn.Module):
 
 
 class SeveralDtypes(nn.Module):
-    """Layers in bf16, fp32 and fp64, one behind the other, and a counter in int64."""
+    """Layers in bf16, fp32 and fp64, one after the other, and a counter in int64."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ class ClippedIdentity(torch.autograd.Function):
 
 
 class Clipped(nn.Module):
-    """A linear layer behind a custom autograd function."""
+    """A linear layer after a custom autograd function."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -127,7 +127,7 @@ def test_saved_and_loaded_on_a_mesh(ranks: Any, ways: Any, widths: Any) -> None:
 
 
 class Mixed(nn.Module):
-    """A compiled part behind one that is another on rank 0: the root is compiled by nobody."""
+    """A compiled part after one that is another on rank 0: the root is compiled by nobody."""
 
     def __init__(self) -> None:
         super().__init__()

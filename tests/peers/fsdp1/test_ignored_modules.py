@@ -1,4 +1,4 @@
-"""torch's test_fsdp_ignored_modules.py: what stays whole, and is reduced by nobody."""
+"""torch's test_fsdp_ignored_modules.py: what is never sharded, and is reduced by nobody."""
 
 import functools
 import warnings

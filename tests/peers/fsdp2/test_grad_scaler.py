@@ -54,7 +54,7 @@ def assert_scales(model: Any, x: Tensor, rank: int, inf: bool) -> None:
     assert (copy.copy(optimizer.state) == state) is inf
     assert scaler.get_scale() == (2.0 * scaler.get_backoff_factor() if inf else 2.0)
     for param, was in zip(model.parameters(), whole, strict=True):
-        # A gradient of zeros, behind a ReLU, leaves the parameter as it was.
+        # A gradient of zeros, after a ReLU, leaves the parameter as it was.
         assert torch.equal(param.full_tensor(), was) is (inf or not param.grad.full_tensor().any())
 
 

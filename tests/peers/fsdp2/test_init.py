@@ -333,7 +333,7 @@ def assert_filled_and_trained(model: Any, dim: int) -> None:
 
 
 def on_meta(rank: int, world_size: int, dim: int, policy: MixedPrecisionPolicy) -> None:
-    """Sharded under the meta device, without a mesh, and behind it, over one."""
+    """Sharded under the meta device, without a mesh, and after it, over one."""
     with torch.device("meta"):
         parts = [MLP(dim, multiplier=1, bias=False, buffer=first) for first in (True, False)]
         model = nn.Sequential(*parts)

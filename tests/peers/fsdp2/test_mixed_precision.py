@@ -27,7 +27,7 @@ def stack() -> nn.Module:
 def reduced(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """The mean over 2 or 4 ranks, summed in `dtype` by a reduce-scatter.
 
-    Halved before, and the rest divided behind it, as FSDP2 does in fp16.
+    Halved before, and the rest divided after it, as FSDP2 does in fp16.
     """
     scattered = grad.to(dtype) / 2
     part = torch.empty_like(scattered.chunk(dist.get_world_size())[0])
@@ -278,7 +278,7 @@ class Chain(nn.Module):
 
 
 def one_submodule(rank: int, world_size: int) -> None:
-    """fp16 in the second; there, cast by the model; in the first, cast back behind it."""
+    """fp16 in the second; there, cast by the model; in the first, cast back after it."""
     x = torch.zeros(2, 100)
     cases = [
         (Chain(FP32, FP16), "c2", MixedPrecisionPolicy(FP16)),

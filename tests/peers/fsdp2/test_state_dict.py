@@ -51,7 +51,7 @@ def saved(rank: int, world_size: int, dim: int, hybrid: bool, placed: Any = None
     shard(kept, mesh=mesh, shard_placement_fn=placed, reshard_after_forward=False)
     assert_saves_and_loads(kept, rank)
     before = {fqn: value.to_local().clone() for fqn, value in kept.state_dict().items()}
-    kept(torch.randn(2, dim))  # these stay unsharded behind it
+    kept(torch.randn(2, dim))  # these stay unsharded after it
     after = kept.state_dict()
     assert after.keys() == before.keys()
     for fqn, value in after.items():

@@ -45,7 +45,7 @@ def trained(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     torch.manual_seed(rank // shape[-1])
     for _ in range(10):
         x = torch.randn(4, 8, dtype=torch.float64)
-        # Outputs grow: those that shrink are soon zeros, behind a ReLU, and so are all gradients.
+        # Outputs grow: those that shrink are soon zeros, after a ReLU, and so are all gradients.
         losses = [-1e3 * each(x).sum() for each in (ref, model)]
         for loss in losses:
             loss.backward()

@@ -357,7 +357,7 @@ def cast_chunks(rank: int, world_size: int, reshard: bool, tied: bool, everywher
 
 
 def cast_chunk_by_chunk(model: Any, tokens: torch.Tensor) -> tuple[Any, ...]:
-    """The total loss, the head's gradient behind the last chunk, and all gradients."""
+    """The total loss, the head's gradient after the last chunk, and all gradients."""
     hidden = model(tokens, skip_head=True)
     grads, heads, total = [], [], 0.0
     for chunk in hidden.detach().float().chunk(4, 1):

@@ -43,7 +43,7 @@ from tests.ranks import told
 
 
 def ahead(layers: Any, count: int, backward: bool) -> None:
-    """Each layer launches the next ones: in forward those behind it, in backward those before."""
+    """Each layer launches the next ones: in forward those after it, in backward those before."""
     layers = list(layers)[::-1] if backward else list(layers)
     for index, layer in enumerate(layers[: len(layers) - count]):
         wanted = layers[index + 1 : index + 1 + count]
