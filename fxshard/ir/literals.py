@@ -10,7 +10,7 @@ parentheses come from a table, and classes from modules that this process has im
     option  = strides | "offset=" INT | "device=" DEVICE | "grad"
     storage = "new" | "%" NAME [ "." INT ] | STRING           (whose: a node's, or a constant's)
     word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree"
-            | "function" | "Precision" | "OpenTensor" | "Needs" | "Grid" | "Ranks" | "Placed"
+            | "function" | "Precision" | "OpenTensor" | "Needs" | "Grid" | "CollectiveRanks" | "Placed"
             | "Mesh" | "Shard" | "Replicate" | "Partial" | a function of sympy, or of torch's sizes
 
 In a tree ``_`` is a leaf, and tuples, lists and dicts are written as such.
@@ -37,14 +37,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from fxshard._torch import fake_tensors, sizes, trees
 from fxshard._torch.dtensors import mesh_fields, mesh_of
 from fxshard._torch.fake_tensors import FakeTensor, FakeTensorMode
-from fxshard._torch.traced_collectives import Ranks
+from fxshard._torch.traced_collectives import CollectiveRanks
 from fxshard.config.precision import Precision
 from fxshard.ir import dump
 from fxshard.ir.domain import OpenTensor
 from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
 from fxshard.ir.tensor_parallel import Placed
-
 
 # The storage that a tensor of a value lies in by default, by its place among them; None: its own.
 Expected = Callable[[int], torch.UntypedStorage | None]
@@ -165,7 +164,7 @@ class Writer:
         if isinstance(value, trees.TreeSpec):
             tree = self.tree(value)
             return tree if tree == "_" or tree.startswith("tree(") else f"tree({tree})"
-        if kind in (Precision, OpenTensor, Needs, Grid, Ranks):
+        if kind in (Precision, OpenTensor, Needs, Grid, CollectiveRanks):
             return f"{kind.__name__}({self.fields(value, ', ')})"
         if kind is Placed:
             return f"Placed({self.fields(value, ', ')})"
@@ -654,7 +653,7 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "Precision": Precision,
     "Needs": Needs,
     "Grid": Grid,
-    "Ranks": Ranks,
+    "CollectiveRanks": CollectiveRanks,
     "Placed": Placed,
     "Mesh": mesh_of,
     "Shard": Shard,
