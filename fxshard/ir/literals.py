@@ -45,7 +45,6 @@ from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
 from fxshard.ir.tensor_parallel import Placed
 
-
 # The storage that a tensor of a value lies in by default, by its place among them; None: its own.
 Expected = Callable[[int], torch.UntypedStorage | None]
 
@@ -170,8 +169,8 @@ class Writer:
         if kind is Placed:
             return f"Placed({self.fields(value, ', ')})"
         if isinstance(value, DeviceMesh):
-            parts = (f"{key}={self.value(held)}" for key, held in mesh_fields(value).items())
-            return f"Mesh({', '.join(parts)})"
+            fields = mesh_fields(value).items()
+            return f"Mesh({', '.join(f'{key}={self.value(held)}' for key, held in fields)})"
         if kind in (Shard, Replicate, Partial):
             argument = value.dim if kind is Shard else value.reduce_op if kind is Partial else None
             return f"{kind.__name__}({'' if argument is None else repr(argument)})"
@@ -427,7 +426,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _options(text: str) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for each in text.split():
         key, equals, value = each.partition("=")
         found |= {key: value} if equals or key == "grad" else {"stride": key}

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fxshard
 from fxshard import pipeline, verify
 from fxshard._torch.process_groups import fake_process_group
+from fxshard.config.checked import Config
 from fxshard.cost import operators
 from fxshard.hardware import hardware_of
-from fxshard.config.checked import Config
 from fxshard.ir import dump, ops, text
 from fxshard.ir.program import Program
 from fxshard.memory.category import Category

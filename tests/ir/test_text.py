@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
