@@ -144,7 +144,7 @@ class _Alone(DeviceMesh):
         self._rank = _rank
         super().__init__(device, _rank=_rank, **given)
 
-    def _get_mesh_tensor_from_full_mesh(
+    def _get_mesh_tensor_from_full_mesh(  # type: ignore[override]  # torch's is static
         self, full_mesh: Tensor, current_rank: int | None = None
     ) -> Tensor:
         return super()._get_mesh_tensor_from_full_mesh(full_mesh, self._rank)
@@ -193,7 +193,7 @@ def mesh_of(
         _rank=rank,
     )
     if groups:
-        made._dim_group_names = list(groups)
+        made._dim_group_names = list(groups)  # type: ignore[arg-type]  # a NewType of str
     return made
 
 

@@ -169,8 +169,8 @@ class Writer:
         if kind is Placed:
             return f"Placed({self.fields(value, ', ')})"
         if isinstance(value, DeviceMesh):
-            parts = (f"{key}={self.value(held)}" for key, held in mesh_fields(value).items())
-            return f"Mesh({', '.join(parts)})"
+            fields = mesh_fields(value).items()
+            return f"Mesh({', '.join(f'{key}={self.value(held)}' for key, held in fields)})"
         if kind in (Shard, Replicate, Partial):
             argument = value.dim if kind is Shard else value.reduce_op if kind is Partial else None
             return f"{kind.__name__}({'' if argument is None else repr(argument)})"
@@ -426,7 +426,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _options(text: str) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for each in text.split():
         key, equals, value = each.partition("=")
         found |= {key: value} if equals or key == "grad" else {"stride": key}

@@ -29,9 +29,10 @@ Line by line::
     end
 
 A TAG is the module, and the fields of `fxshard.ir.tags.Meta` that are not as usual
-(`fxshard.ir.usual`); a node without any has the tag ``none``. A tensor lies in a storage of its own,
-a view in that of its base; where that is not so, ``f32[4]@%x`` lies in that of ``%x``. The schedule
-is not in the text: a program that has one says ``outlined=True``, and it is rebuilt from the graph.
+(`fxshard.ir.usual`); a node without any has the tag ``none``. A tensor lies in a storage of its
+own, a view in that of its base; where that is not so, ``f32[4]@%x`` lies in that of ``%x``. The
+schedule is not in the text: a program that has one says ``outlined=True``, and it is rebuilt from
+the graph.
 
 Lines before the first that begin with ``#`` are comments; so is all after ``end``, from a line that
 begins with ``#``.
@@ -332,16 +333,17 @@ class _Parser:
         word = line.next("name")
         if name in self._names.nodes:
             raise Unreadable(f"%{name} is there twice")
-        usual = None
-        if line.peek() != "(":
+        usual, op = None, "placeholder"
+        target: Any = name
+        args, kwargs = list[Any](), dict[str, Any]()
+        if not line.take("("):
             if word not in PLACEHOLDERS:
                 raise Unreadable(f"{word!r} is no role of a placeholder")
-            op, target, args, kwargs = "placeholder", name, list[Any](), dict[str, Any]()
             usual = usual_placeholder(word, line.name())
         else:
-            line.expect("(")
             args, kwargs = line.values(")")
-            op, target = "call_function", None if word == "placeholder" else _target(word)
+            if word != "placeholder":
+                op, target = "call_function", _target(word)
         if word == "placeholder":
             if len(args) != 1 or kwargs or not isinstance(args[0], str):
                 raise Unreadable("a placeholder has one name")

@@ -152,7 +152,10 @@ def _texts(writer: Writer, values: dict[str, Any]) -> list[str]:
 def _signature(signature: Signature, writer: Writer) -> str:
     """Its trees, and what they do not say: that tensors go in and come out, under numbers."""
     usual = usual_signature(
-        signature.in_spec, signature.out_spec, signature.inputs, signature.outputs,
+        signature.in_spec,
+        signature.out_spec,
+        signature.inputs,
+        signature.outputs,
         signature.training,
     )
     parts = ["signature", _tree(writer, signature.in_spec), "->"]
@@ -198,8 +201,9 @@ def _units(program: Program, writer: Writer) -> Iterator[str]:
                     )
                 usual = usual_param(param.fqn, param.unit, position, param.dtype)
                 position = param.position
-                more = " ".join(_changed(writer, name, param, usual | {"dtype": param.dtype, "shape": param.shape}))
-                yield f"  {kind} {bare(param.fqn)} {writer.type(param.dtype, param.shape)} {more}".rstrip()
+                usual |= {"dtype": param.dtype, "shape": param.shape}  # stands there as its type
+                words = [kind, bare(param.fqn), writer.type(param.dtype, param.shape)]
+                yield "  " + " ".join([*words, *_changed(writer, name, param, usual)])
 
 
 def _buckets(program: Program) -> Iterator[str]:
@@ -271,7 +275,8 @@ class _Nodes:
             if node.args or node.kwargs:
                 raise NoText("a default value")
             line = f"placeholder({node.target!r})"
-            if tag is not None and tag.role in PLACEHOLDERS and tag.fqn and node.target == node.name:
+            known = tag is not None and tag.role in PLACEHOLDERS and node.target == node.name
+            if known and tag is not None and tag.fqn:
                 line = f"{tag.role} {bare(tag.fqn)}"
                 usual = usual_placeholder(tag.role, tag.fqn)
             line = f"%{node.name} = {line}"
@@ -298,8 +303,8 @@ class _Nodes:
         key = id(tag), usual.phase, usual.role, usual.fqn
         if key not in self._by_tag:  # nodes alike share one
             module = [bare(tag.module)] if tag.module else []
-            given = {"phase": usual.phase, "role": usual.role, "module": tag.module}
-            given["fqn"] = usual.fqn
+            given: dict[str, Any] = {"phase": usual.phase, "role": usual.role}
+            given |= {"fqn": usual.fqn, "module": tag.module}
             self._by_tag[key] = " ".join(module + _changed(self._writer, "a tag", tag, given))
         return self._by_tag[key]
 

@@ -21,7 +21,6 @@ import torch
 
 from fxshard import pipeline
 from fxshard.capture import trace
-from fxshard.cli import main
 from fxshard.config.precision import Precision
 from fxshard.ir import dump, ops, tags, text
 from fxshard.ir.needs import Needs
@@ -536,30 +535,6 @@ def test_golden(case: str) -> None:
     if not of_inductor(program):
         _, _, rest = golden.read_text().partition("# after\n")
         texts.assert_equal(text.parse(rest), program)
-
-
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        ("insert_unshard.bf16", []),
-        ("insert_reduce.hybrid", []),
-        ("bucket.merged", ["--set", "min_bucket_bytes=65", "--set", "pack_bytes=0"]),
-        ("prefetch.depth_2", ["--set", "forward_prefetch=2", "--set", "backward_prefetch=2"]),
-        ("insert_free.views", []),
-        ("outline_regions.layered", []),
-    ],
-)
-def test_goldens_are_read_and_written_by_the_command(
-    case: str, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``fxshard opt`` of a golden, with its pass, prints what the golden says comes after it."""
-    golden = GOLDENS / f"{case}.txt"
-    name = case.partition(".")[0].replace("_", "-")
-    assert main.main(["opt", str(golden), "--passes", name, *options, "--print-after-all"]) == 0
-    out, err = capsys.readouterr()
-    said = golden.read_text().partition("# after\n")[2].partition("# schedule\n")[0]
-    assert out == said != ""
-    assert err.startswith(f"[fxshard] after {name}:\nprogram world_size=")
 
 
 def test_every_golden_has_its_case_and_every_pass_a_golden() -> None:
