@@ -10,8 +10,9 @@ parentheses come from a table, and classes from modules that this process has im
     option  = strides | "offset=" INT | "device=" DEVICE | "grad"
     storage = "new" | "%" NAME [ "." INT ] | STRING           (whose: a node's, or a constant's)
     word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree"
-            | "function" | "Precision" | "OpenTensor" | "Needs" | "Grid" | "CollectiveRanks" | "Placed"
-            | "Mesh" | "Shard" | "Replicate" | "Partial" | a function of sympy, or of torch's sizes
+            | "function" | "Precision" | "OpenTensor" | "Needs" | "Grid" | "CollectiveRanks"
+            | "Placed" | "Mesh" | "Shard" | "Replicate" | "Partial"
+            | a function of sympy, or of torch's sizes
 
 In a tree ``_`` is a leaf, and tuples, lists and dicts are written as such.
 """
