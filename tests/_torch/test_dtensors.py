@@ -233,3 +233,21 @@ def test_dtensors_do_not_know_what_anomaly_mode_asks() -> None:
         unanswered = dtensors.without_dtensor_handler(asks)  # another test's model may answer it
         with unanswered, pytest.raises(NotImplementedError, match="_is_any_true"):
             asks(flags)
+
+
+@pytest.mark.parametrize(("shape", "names"), [((4,), ("dp",)), ((2, 2), ("dp", "tp")), ((4,), ())])
+def test_a_mesh_is_made_of_its_fields(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    with process_groups.fake_process_group(1, 4):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+        fields = dtensors.mesh_fields(mesh)
+        made = dtensors.mesh_of(**fields)
+        assert made == mesh and made.get_coordinate() == mesh.get_coordinate()
+        for name in names:
+            assert made[name].size() == mesh[name].size()
+            assert made[name].get_local_rank() == mesh[name].get_local_rank()
+    elsewhere = dtensors.mesh_of(**fields)  # in a process that is no rank
+    assert elsewhere.get_rank() == 1 and elsewhere.shape == mesh.shape
+    assert elsewhere.get_coordinate() == mesh.get_coordinate()
+    assert dtensors.mesh_fields(elsewhere) == fields
+    with pytest.raises(ValueError, match="rank 7 is not in"):
+        dtensors.mesh_of(**fields | {"rank": 7})

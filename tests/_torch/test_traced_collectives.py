@@ -100,3 +100,15 @@ def test_what_was_waited_for_is_the_tensor_itself() -> None:
     wait = torch.ops._c10d_functional.wait_tensor.default
     value = torch.ones(3)
     assert wait(value).data_ptr() == value.data_ptr()
+
+
+def test_what_is_noted_of_a_collective_is_noted_of_another() -> None:
+    with fake_process_group(0, 3), traced_collectives.traced(ValueError):
+        graph = make_fx(reduced, tracing_mode="fake")(torch.ones(3)).graph
+        (call,) = [node for node in graph.nodes if traced_collectives.is_collective(node)]
+        traced_collectives.note_ranks(call)
+    other = graph.node_copy(call, lambda node: node)
+    other.meta = {}
+    assert traced_collectives.notes(other) == {}
+    traced_collectives.note_all(other, traced_collectives.notes(call))
+    assert traced_collectives.ranks_of(other) == traced_collectives.ranks_of(call) is not None

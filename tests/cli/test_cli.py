@@ -350,8 +350,8 @@ def test_opt_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (captured, ("--set", "strategy=no_shard"), r"fxshard: --set strategy=no_shard: expected "),
         (captured, ("--set", "max_inflight=0"), r"fxshard: max_inflight=0: expected None or "),
         (captured, ("--passes", "insert-free"), r"fxshard: pass 'insert-free' requires that "),
-        (captured[:1000], (), r"fxshard: line \d+: the (text is cut off|line ends)"),
-        (captured.replace("v1", "v9", 1), (), r"fxshard: line 1: the text is of version 'v9'"),
+        (captured[: captured.index("\n", 1000)], (), r"fxshard: line \d+: the text is cut off"),
+        (captured.replace("v2", "v9", 1), (), r"fxshard: line 1: the text is of version 'v9'"),
     ):
         (tmp_path / "p.txt").write_text(written)
         assert main.main(("opt", str(tmp_path / "p.txt"), *argv)) == 2
