@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxshard._torch.export import OpOverload
+from fxshard._torch.operators import schema_of
 from fxshard._torch.traced_collectives import WAIT
 from fxshard._torch.trees import TreeSpec
 from fxshard.ir import ops, tags
@@ -150,7 +151,7 @@ def _first(value: Any) -> torch.UntypedStorage | None:
 @functools.cache
 def _shared(target: OpOverload) -> tuple[tuple[int, str] | None, ...]:
     """By result, the argument that it is a view of, or that is written: place and name."""
-    schema = target._schema
+    schema = schema_of(target)
     found: list[tuple[int, str] | None] = []
     for returned in schema.returns:
         mine = returned.alias_info
