@@ -15,6 +15,7 @@ from fxshard._torch.traced_collectives import WAIT, CollectiveRanks, note_stands
 from fxshard.ir import ops, tags, transfers
 from fxshard.ir.outline import COMPUTE, belongs_to
 from fxshard.ir.program import Fact, Program
+from fxshard.verify import walk
 
 _functional = torch.ops._c10d_functional
 REDUCTIONS = ("sum", "avg", "max", "min")
@@ -48,7 +49,8 @@ class LaunchCollectives:
 
     Operators that draw random numbers, or write in place, stay where they are, and others on their
     side of them. A collective of another kind, of tensors that are not contiguous, or whose result
-    is read without a wait stays as it is: one operator of a region.
+    is read without a wait stays as it is: one operator of a region. Sizes of a result that depend
+    on data are read after its wait.
 
     Before::
 
@@ -78,6 +80,8 @@ class LaunchCollectives:
         calls = [node for node in program.graph.nodes if can_be_launched(node)]
         if not calls:
             return
+        for call in calls:
+            read_sizes_of_results(call)
         called = set(calls)
         for run in runs(program):
             if any(node in called or is_wait(node) for node in run):
@@ -100,7 +104,40 @@ def can_be_launched(node: fx.Node) -> bool:
         dense = node.meta["val"].is_contiguous()
     else:
         dense = sent.is_contiguous() and sent.dim() > 0
-    return bool(dense) and len(node.users) == 1 and is_wait(next(iter(node.users)))
+    return bool(dense) and wait_of(node) is not None
+
+
+def wait_of(call: fx.Node) -> fx.Node | None:
+    """The one wait for a functional collective; None if its result is read otherwise.
+
+    Of what is sent by numbers from the data, sizes are read too: where nothing computes with them
+    before the wait, they are those of what that returns.
+    """
+    waits = [user for user in call.users if is_wait(user)]
+    sizes = [user for user in call.users if walk.reads_sizes(user)]
+    if len(waits) != 1 or len(waits) + len(sizes) != len(call.users):
+        return None
+    readers = {user for size in sizes for user in size.users}
+    return waits[0] if readers.isdisjoint(_between(call, waits[0])) else None
+
+
+def read_sizes_of_results(call: fx.Node) -> None:
+    """Let sizes be read of the result of the wait for `call`, after it."""
+    wait = at = wait_of(call)
+    assert wait is not None and at is not None
+    before = set(_between(call, wait))
+    for size in [user for user in call.users if user is not wait]:
+        size.replace_input_with(call, wait)
+        if size in before:
+            at.append(size)
+            at = size
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -229,6 +266,7 @@ def launch(program: Program, call: fx.Node, name: str, pair: int) -> None:
     with graph.inserting_before(waited):
         wait = transfers.node(graph, ops.wait, ([item, sent],), f"wait_{pair}")
     tags.put(wait, tags.changed(tags.get(waited), role="wait", pair=pair, fqn=None))
-    waited.replace_all_uses_with(item, lambda user: user is not wait)
-    graph.erase_node(waited)
+    for each in [user for user in waited.users if is_wait(user)] + [waited]:  # autograd waits again
+        each.replace_all_uses_with(item, lambda user: user is not wait)
+        graph.erase_node(each)
     graph.erase_node(call)

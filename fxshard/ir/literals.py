@@ -10,8 +10,8 @@ parentheses come from a table, and classes from modules that this process has im
     option  = strides | "offset=" INT | "device=" DEVICE | "grad"
     storage = "new" | "%" NAME [ "." INT ] | STRING           (whose: a node's, or a constant's)
     word    = "device" | "slice" | "range" | "complex" | "size" | "set" | "class" | "tree"
-            | "function" | "Precision" | "OpenTensor" | "Needs" | "Grid" | "CollectiveRanks"
-            | "Placed" | "Mesh" | "Shard" | "Replicate" | "Partial"
+            | "function" | "Precision" | "OpenTensor" | "FoundSize" | "Needs" | "Grid"
+            | "CollectiveRanks" | "Placed" | "Mesh" | "Shard" | "Replicate" | "Partial"
             | a function of sympy, or of torch's sizes
 
 In a tree ``_`` is a leaf, and tuples, lists and dicts are written as such.
@@ -41,7 +41,7 @@ from fxshard._torch.fake_tensors import FakeTensor, FakeTensorMode
 from fxshard._torch.traced_collectives import CollectiveRanks
 from fxshard.config.precision import Precision
 from fxshard.ir import dump
-from fxshard.ir.domain import OpenTensor
+from fxshard.ir.domain import FoundSize, OpenTensor
 from fxshard.ir.layout import Grid
 from fxshard.ir.needs import Needs
 from fxshard.ir.tensor_parallel import Placed
@@ -165,7 +165,7 @@ class Writer:
         if isinstance(value, trees.TreeSpec):
             tree = self.tree(value)
             return tree if tree == "_" or tree.startswith("tree(") else f"tree({tree})"
-        if kind in (Precision, OpenTensor, Needs, Grid, CollectiveRanks):
+        if kind in (Precision, OpenTensor, FoundSize, Needs, Grid, CollectiveRanks):
             return f"{kind.__name__}({self.fields(value, ', ')})"
         if kind is Placed:
             return f"Placed({self.fields(value, ', ')})"
@@ -652,6 +652,7 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "class": _class,
     "tree": _tree,
     "Precision": Precision,
+    "FoundSize": FoundSize,
     "Needs": Needs,
     "Grid": Grid,
     "CollectiveRanks": CollectiveRanks,

@@ -288,6 +288,12 @@ def seeded(name: str, fault: Fault) -> Iterator[tuple[str, Program]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
+def test_every_collective_of_the_model_is_launched(name: str) -> None:
+    left = [node for node in program(name).graph.nodes if "c10d" in str(node.target)]
+    assert left == [] and launches(program(name))
+
+
+@pytest.mark.parametrize("name", PLANS)
 def test_programs_are_right_and_have_the_groups(name: str) -> None:
     verify.verify(again(program(name)))
     assert collectives(again(program(name))) == right(name)
