@@ -109,6 +109,11 @@ class GatheringTensor(DTensor):
         with transforms.outside():
             return super().full_tensor(**options)
 
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """As DTensor's; all ranks do so, or none."""
+        _agree_to_read(self)
+        return super().redistribute(*args, **options)
+
     def __tensor_flatten__(self) -> Any:
         with autograd.plain_torch_functions():
             names, context = super().__tensor_flatten__()
@@ -326,6 +331,19 @@ def _world(tensor: Tensor) -> C10dWorld | None:
     return None if reference is None else reference.world
 
 
+def _agree_to_read(tensor: DTensor) -> None:
+    """Before all rows of a tensor are gathered outside of forward and backward.
+
+    Raises:
+        RankMismatchError: see `AgreeingRank.read`.
+    """
+    world, (runtime, _) = _world(tensor), _origin(tensor)
+    if world is None or torch.compiler.is_compiling() or autograd.in_backward():
+        return
+    if runtime is None or not runtime.forwards.inside:
+        world.read(f"{named(tensor)} of shape {list(tensor.shape)}")
+
+
 def _unsharded(tensor: Any) -> Tensor:
     """All rows of a DTensor; collective.
 
@@ -336,6 +354,7 @@ def _unsharded(tensor: Any) -> Tensor:
     runtime, slot = _origin(tensor)
     if runtime is not None:
         if slot is not None and slot.tensor is tensor:
+            _agree_to_read(tensor)
             return runtime.read_here(slot)
         refusals.check_runs(runtime.model)
     world = _world(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import time
 import weakref
@@ -19,6 +20,7 @@ from fxshard.runtime.world.peers import Cause, Peers
 # What a rank does at the begin of a call, as ranks compare it.
 _EXPECTED = "a call of the model, or a backward"
 _BEFORE_BACKWARD = "a call of the model before the backward of the last one"
+_AFTER_READS = "a call of the model, or a backward, after parameters were read"
 
 
 class AgreeingRank:
@@ -47,6 +49,7 @@ class AgreeingRank:
         # means that it never will.
         self._due: dict[int, weakref.ref[Any]] = {}
         self._issued = 0  # collectives that this rank has launched
+        self._read = ""  # digest of what it has read since the last call; empty: nothing
         self._left = ""  # why this rank has left the process group
         self._worlds.add(self)
 
@@ -120,6 +123,7 @@ class AgreeingRank:
         """
         self.require_joined()
         if communicates and name == "backward":
+            self._compare_reads()
             self._calls += 1
             for peers in self._everyone:
                 peers.note_backward(self._calls)
@@ -199,6 +203,7 @@ class AgreeingRank:
         Raises:
             RankMismatchError: not all ranks run what this one does.
         """
+        self._compare_reads()
         if self._due:
             lines = [_BEFORE_BACKWARD, f"backwards to come: {len(self._due)}"]
             self.agree(lines, "what they do to the model", [[_EXPECTED]])
@@ -234,8 +239,32 @@ class AgreeingRank:
         """
         self.require_joined()
         ran = next((f"after program {p.last}" for p in self._everyone if p.last), "before any call")
-        lines = [what, ran, *having]
+        lines = [what, ran, *having, *self._reads()]
         self.agree(lines, "what they do to the model", [["a call of the model"]])
+
+    def read(self, what: str) -> None:
+        """Before eager code gathers `what`, check that all ranks gather now, and none runs a call.
+
+        They agree before the first such gather after a call; what they gather from then on is
+        compared when the next call, backward or method begins. In between they only count.
+
+        Raises:
+            RankMismatchError: some ranks do something else.
+        """
+        self.require_joined()
+        if not self._read:
+            self.together("a read of sharded parameters (full_tensor(), norm(), tolist(), ...)")
+        self._read = hashlib.sha256(f"{self._read} {what}".encode()).hexdigest()
+
+    def _reads(self) -> list[str]:
+        """For a comparison: what was read. It begins anew."""
+        found, self._read = self._read, ""
+        return [f"what was read before: digest {found}"] if found else []
+
+    def _compare_reads(self) -> None:
+        if self._read:
+            lines = [_AFTER_READS, *self._reads()]
+            self.agree(lines, "what they do to the model", [[_EXPECTED]])
 
     def any_rank(self, flags: str) -> Callable[[], str]:
         """Send flags ("0" or "1" each) to all ranks of the mesh.
