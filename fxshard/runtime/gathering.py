@@ -331,7 +331,7 @@ def _world(tensor: Tensor) -> C10dWorld | None:
     return None if reference is None else reference.world
 
 
-def _agree_to_read(tensor: DTensor) -> None:
+def _agree_to_read(tensor: Tensor) -> None:
     """Before all rows of a tensor are gathered outside of forward and backward.
 
     Raises:
