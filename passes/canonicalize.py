@@ -220,14 +220,20 @@ def copy_returned_parameters(program: Program) -> None:
         for storage in tags.storage_ids(node)
     }
     values = program.values
+    copies: dict[fx.Node, fx.Node] = {}
     for i, value in enumerate(values):
-        if program.results[i].kind == "output" and tags.storage_ids(value) & sources:
-            last = program.phase("forward")[-1]
+        if program.results[i].kind != "output" or not tags.storage_ids(value) & sources:
+            continue
+        if value not in copies:
+            computed = program.phase("forward")
+            last = [*program.graph.find_nodes(op="placeholder"), *computed][-1]
             with program.graph.inserting_after(last):
                 copy = program.graph.call_function(aten.clone.default, (value,))
             val = value.meta["val"]
             fake = program.fake(tuple(val.shape), val.dtype, val.device)
-            values[i] = tags.put(copy, tags.get(last), fake)
+            tag = tags.get(last) if computed else tags.Meta("forward", "compute")
+            copies[value] = tags.put(copy, tag, fake)
+        values[i] = copies[value]
     program.values = values
 
 

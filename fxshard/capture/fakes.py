@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -149,6 +149,22 @@ def grown(values: tuple[Any, ...], result: Any) -> Any:
     return flat.as_strided(result.shape, result.stride())
 
 
+def window(values: tuple[Any, ...], result: Any) -> Any:
+    """Of a window function: a periodic one is made with an element more, which is cut off.
+
+    Source: ``hann_window`` and the others (ATen/native/TensorFactories.cpp): ``narrow``.
+    """
+    if not is_periodic(values) or result.numel() < 2:
+        return result
+    made = torch.empty(result.numel() + 1, dtype=result.dtype, device=result.device)
+    return made[:-1]
+
+
+def is_periodic(values: Sequence[Any]) -> bool:
+    """By the arguments of a window function."""
+    return values[1] is not False if len(values) > 1 else True
+
+
 def waited(values: tuple[Any, ...], result: Any) -> Any:
     """What was waited for is the very tensor; its fake kernel makes another one.
 
@@ -183,4 +199,15 @@ RULES: dict[Any, Rule] = {
     aten.soft_margin_loss.default: unreduced,
     aten.binary_cross_entropy.default: unreduced,
     torch.ops._c10d_functional.wait_tensor.default: waited,
+    **dict.fromkeys(
+        (
+            *(aten.hann_window.default, aten.hann_window.periodic),
+            *(aten.bartlett_window.default, aten.bartlett_window.periodic),
+            *(aten.blackman_window.default, aten.blackman_window.periodic),
+            *(aten.hamming_window.default, aten.hamming_window.periodic),
+            *(aten.hamming_window.periodic_alpha, aten.hamming_window.periodic_alpha_beta),
+            *(aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta),
+        ),
+        window,
+    ),
 }

@@ -203,10 +203,12 @@ class _Reading:
     ) -> tuple[sympy.Expr, ...]:
         """The bytes that `fakes.correct` gave the results: what its rules say, as expressions."""
         rule, vals = fakes.RULES[node.target], list(tags.tensors(node.meta["val"]))
+        size = vals[0].element_size()
+        if rule is fakes.window:
+            return ((self.numel(node) + fakes.is_periodic(node.args)) * size,)
         base = node.all_input_nodes[0]
         if rule in fakes.OF_THE_CPU:
             return self.dense(node)
-        size = vals[0].element_size()
         if rule is fakes.unreduced and vals[0].dim() == 0:
             return (self.broadcast(*node.args[:2]) * size,)  # type: ignore[arg-type]
         if rule is fakes.grown:

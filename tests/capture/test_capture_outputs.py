@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
 
 import fxshard
 from fxshard.errors import CaptureError
@@ -31,6 +32,32 @@ def test_outputs_are_what_eager_returns(name: str) -> None:
 def test_outputs_without_any_gradient() -> None:
     eager, ours = pair(lambda: Net(lambda net, x: (net.a(x).argmax(-1), net.a(x).detach(), None)))
     assert_same_output(ours(batch()), eager(batch()))
+
+
+WITHOUT_OPERATORS: dict[str, Any] = {
+    "a parameter": lambda net, x: net.a.weight,
+    "one twice": lambda net, x: (net.a.weight, net.a.weight),
+    "in a dict": lambda net, x: {"w": net.a.weight, "b": net.b.bias},
+    "beside an input": lambda net, x: (x, net.a.weight),
+    "beside a buffer": lambda net, x: (net.seen, net.a.bias),
+    "detached": lambda net, x: net.a.weight.detach(),
+    "a view": lambda net, x: net.a.weight.flatten(),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_OPERATORS)
+def test_a_forward_that_computes_nothing_returns_copies_of_parameters(name: str) -> None:
+    function = WITHOUT_OPERATORS[name]
+    eager, ours = pair(lambda: Net(function))
+    found = [tree_leaves(model(batch())) for model in (eager, ours)]
+    assert_close(found[1], found[0])
+    for leaves in found:
+        if trained := [leaf.square().sum() for leaf in leaves if leaf.requires_grad]:
+            sum(trained).backward()
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad)
+    result = fxshard.validate(Net(function), (batch(),), world_size=2)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
 
 
 class Opaque:

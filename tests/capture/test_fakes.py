@@ -297,6 +297,29 @@ def test_static_equals_measured(build: type[nn.Module], shape: tuple[int, ...]) 
 TARGET, CHANCES = torch.linspace(-1, 1, 32).view(4, 8), torch.linspace(0.1, 0.9, 32).view(4, 8)
 ONE_OF, SIGNS, WEIGHT = torch.arange(4), TARGET.sign(), torch.ones(8)
 SOME_OF = torch.tensor([[1, 2, -1, 0, 0, 0, 0, 0]] * 4)
+WINDOWS = [target for target, rule in fakes.RULES.items() if rule is fakes.window]
+
+
+@pytest.mark.parametrize("target", WINDOWS, ids=str)
+def test_a_periodic_window_has_an_element_more(target: Any) -> None:
+    more = len(target._schema.arguments) - 5  # dtype, layout, device and pin_memory come last
+    for length, periodic in itertools.product((0, 1, 2, 5), (True, False)):
+        assert_as_the_kernel(target, length, *[periodic, 0.5, 0.5][:more])
+
+
+def test_windows_are_as_measured() -> None:
+    class Spectrum(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            window = torch.hann_window(4)
+            spectrum = torch.stft(
+                super().forward(x).flatten(), 4, window=window, return_complex=True
+            )
+            return spectrum.abs().sum() + (x * torch.kaiser_window(x.shape[1])).sum()
+
+    result = fxshard.validate(Spectrum(4, 4), (torch.randn(2, 4),), world_size=2)
+    assert result.max_abs_difference == 0, result.table(only_different=True)
+
+
 # Called with f32[4, 8], and with reduction="mean" or "sum".
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "binary_cross_entropy": lambda x, **how: F.binary_cross_entropy(x.sigmoid(), CHANCES, **how),
