@@ -110,6 +110,34 @@ def test_reductions_of_every_dtype_that_gradients_have(ranks: Any) -> None:
     ranks(2).run(reductions)
 
 
+REFUSED = (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
+TAKEN = (*FLOATS, torch.complex64, torch.bool, torch.uint8, torch.int32, torch.int64)
+
+
+def asked_of_gloo(rank: int, world_size: int) -> None:
+    """What gloo takes itself: dtypes, and tensors that are not contiguous."""
+    for dtype in (*REFUSED, *TAKEN):
+        sent = torch.ones(2).to(dtype)
+        for collective in (
+            lambda sent=sent: dist.all_reduce(sent.clone()),
+            lambda sent=sent: dist.reduce_scatter_tensor(sent.new_empty(1), sent),
+            lambda sent=sent: dist.all_gather_into_tensor(sent.new_empty(4), sent),
+        ):
+            if dtype in REFUSED:
+                with pytest.raises(RuntimeError, match="Invalid scalar type"):
+                    collective()
+            else:
+                collective()
+    columns = torch.arange(4.0).view(2, 2).T
+    gathered = torch.empty(4, 2)
+    dist.all_gather_into_tensor(gathered, columns)
+    assert torch.equal(gathered, torch.cat([columns, columns]))
+
+
+def test_what_gloo_takes(ranks: Any) -> None:
+    ranks(2).run(asked_of_gloo)
+
+
 def not_a_number(rank: int, world_size: int) -> None:
     """Sums and averages are NaN where one of the ranks is; of the largest gloo drops it."""
     for dtype in FLOATS:

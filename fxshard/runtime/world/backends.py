@@ -7,7 +7,7 @@ what is called                  gloo                        NCCL
 ==============================  ==========================  ==========================
 several all-gathers, one call   no: a call per buffer (1)   yes
 dtypes of an all-gather         not all (2): bytes          not all: bytes
-complex numbers in a reduction  refused (2): real pairs     not all: real pairs
+complex numbers in a reduction  yes: sent as real pairs     not all: real pairs
 two dtypes in one call          wrong in silence (3)        right
 an average                      sum, then a division        inside the collective
 an average of integers          an error                    truncated
@@ -20,13 +20,13 @@ a collective that fails         raises at its wait          aborts the process
 ==============================  ==========================  ==========================
 
 (1) ``allgather_into_tensor_coalesced`` is the one operation of gloo that corrupts the heap as soon
-as two works are in flight: docs/upstream.md. (2) int16, bool, complex and the 8-bit floats are
-refused: "Invalid scalar type". (3) It promotes to one dtype and reads the result in another.
+as two works are in flight: docs/upstream.md. (2) int16 and the 8-bit floats are refused in every
+collective: "Invalid scalar type". (3) It promotes to one dtype and reads the result in another.
 fxshard never does that: each collective of a program moves one dtype (`Fact.ONE_DTYPE`), and
 all-gathers move bytes. (4) It compares, and no comparison with a NaN is true. So with
 ``reduce_op="max"`` or "min" a NaN of one rank may be missing in the gradient, where it is present
 if all ranks run in one process: look for it in the loss. tests/distributed/test_backends.py tests
-each row on gloo.
+these rows on gloo, test_exceptions.py the last one.
 """
 
 from __future__ import annotations
