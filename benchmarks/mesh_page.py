@@ -361,8 +361,8 @@ def page(result: dict[str, Any]) -> str:
             f"those for as many tokens as come if all experts get the same, {each:,} rows "
             f"to each rank and layer: "
             f'`data_sizes` tells it. Checkpoints are "full", so that rows are sent again. '
-            f"Rows on their way to experts are sent inside of a region: their time is counted, "
-            f"their bytes under `node` and `network` are not.",
+            f"When these were planned, rows on their way to experts were sent inside of a region: "
+            f"their time is counted, their bytes under `node` and `network` are not.",
             table([line(row, 80 * 10**9) for row in result[EXPERTS]]),
         ]
     parts.append(WHAT)
@@ -394,8 +394,7 @@ def page(result: dict[str, Any]) -> str:
 NOT = """## What is not planned
 
 - **Where tokens go**: all experts get the same here; in training some get more, and bytes grow.
-- **Schedules of a pipeline**: stages are planned one by one, their memory and not their time.
-- **Context parallelism in `tune`**: plan its meshes with `fxshard.plan`."""
+- **Schedules of a pipeline**: stages are planned one by one, their memory and not their time."""
 
 
 def _against(result: dict[str, Any]) -> list[str]:
