@@ -5,7 +5,7 @@ Note: sizes from data
 Experts on other ranks get as many rows as the data say. A checkpoint around them saves, whatever
 its policy says, these numbers, and the choice that they come from: the integers that ``topk`` makes
 of scores, which are few. All else that is not saved is recomputed, the collectives too: as every
-rank runs the same program, in the same order on all. If the choice were recomputed, of scores that
+rank runs the same program, in the same order on all. If they were recomputed, of scores that
 another kernel rounds otherwise, rows would not fit the numbers.
 """
 

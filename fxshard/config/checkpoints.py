@@ -1,6 +1,7 @@
-"""The named policies of activation checkpoints: what each saves. This table is all that knows them.
+"""The named policies of activation checkpoints, and what each saves.
 
-(`fxshard.cost.activations` chooses by bytes, without a name.)
+Options, passes, searches and reports read this table. (`fxshard.cost.activations` chooses by bytes,
+without a name.)
 """
 
 from __future__ import annotations

@@ -165,10 +165,8 @@ class Writer:
         if isinstance(value, trees.TreeSpec):
             tree = self.tree(value)
             return tree if tree == "_" or tree.startswith("tree(") else f"tree({tree})"
-        if kind in (Precision, OpenTensor, FoundSize, Needs, Grid, CollectiveRanks):
+        if kind in (Precision, OpenTensor, FoundSize, Needs, Grid, CollectiveRanks, Placed):
             return f"{kind.__name__}({self.fields(value, ', ')})"
-        if kind is Placed:
-            return f"Placed({self.fields(value, ', ')})"
         if isinstance(value, DeviceMesh):
             fields = mesh_fields(value).items()
             return f"Mesh({', '.join(f'{key}={self.value(held)}' for key, held in fields)})"
