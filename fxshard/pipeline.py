@@ -256,7 +256,7 @@ def advice(names: Sequence[str]) -> str:
 
 
 def _apply(step: Pass, program: Program, names: Sequence[str]) -> None:
-    """Run a pass; what it raises names it.
+    """Run a pass; what it raises names it, and says what is unusual about the pipeline.
 
     Raises:
         FxshardError: what the pass refuses by itself.
@@ -264,7 +264,10 @@ def _apply(step: Pass, program: Program, names: Sequence[str]) -> None:
     """
     try:
         step.apply(program)
-    except FxshardError:
+    except FxshardError as error:  # of the user's model, it says; it may be the pipeline's order
+        unusual = advice(names)
+        if unusual and unusual not in str(error):
+            error.args = (f"{error} {unusual}", *error.args[1:])
         raise
     except Exception as error:
         raise PassError(

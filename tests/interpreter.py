@@ -360,11 +360,16 @@ class Machine:
             self.region(node)
         elif node.target in ops.OPERATORS:
             OPERATORS[node.target](self, node)
-        elif "_c10d_functional" in str(node.target):
-            functional(self, node)
         elif not is_view(node):
-            for rank in range(self.ranks):
-                self.envs[rank][node] = self.drawing(rank, node)
+            self.compute(node)
+
+    def compute(self, node: fx.Node) -> None:
+        """An operator of the model, on all ranks."""
+        if "_c10d_functional" in str(node.target):
+            functional(self, node)
+            return
+        for rank in range(self.ranks):
+            self.envs[rank][node] = self.drawing(rank, node)
 
     def ruin_freed(self) -> None:
         """On CUDA, memory that is freed is another's from the next kernel of its stream on."""
@@ -384,19 +389,17 @@ class Machine:
         schedule = self.program.schedule
         assert schedule is not None
         region = schedule.regions[str(row.target)].graph
-        inputs = region.find_nodes(op="placeholder")
+        inputs, outer = region.find_nodes(op="placeholder"), self.envs
+        given = [[self.value(rank, n) for n in row.all_input_nodes] for rank in range(self.ranks)]
+        self.envs = [dict(zip(inputs, values, strict=True)) for values in given]
+        for node in region.nodes:
+            if node.op == "call_function" and not is_view(node):
+                self.ruin_freed()
+                self.compute(node)
+        returned: Any = region.output_node().args[0]
         for rank in range(self.ranks):
-            outer = self.envs[rank]
-            values = [self.value(rank, n) for n in row.all_input_nodes]
-            self.envs[rank] = dict(zip(inputs, values, strict=True))
-            for node in region.nodes:
-                if node.op == "call_function" and not is_view(node):
-                    self.ruin_freed()
-                    self.envs[rank][node] = self.drawing(rank, node)
-            returned: Any = region.output_node().args[0]
-            results = [self.value(rank, n) for n in returned]
-            self.envs[rank] = outer
-            outer[row] = results
+            outer[rank][row] = [self.value(rank, n) for n in returned]
+        self.envs = outer
 
     def operands(self, node: fx.Node) -> list[list[Tensor]]:
         """Per rank, the list that an operator of ours takes."""

@@ -31,6 +31,7 @@ from tests.graphs import APART, BF16
 from tests.verify.settings import SETTINGS, traced
 from tests.verify.verify_cases import fresh
 from tests.zoo import MODELS
+from tests.zoo.more import MATRIX
 
 Build = Callable[[], Program]
 SMALL: dict[str, Build] = {
@@ -84,10 +85,10 @@ def annotated(program: Program, prefetch: int = 1, **options: Any) -> Program:
 def untouched(name: str, setting: str) -> Program:
     """A model of the zoo with one of the settings of tests/verify/settings.py."""
     options, attributes = SETTINGS[setting]
-    config = Config(units=MODELS[name].units, **options)
+    config = Config(units=MATRIX[name].units, **options)
     half = config.mixed_precision is not None
     program = fresh(traced(name, half), attributes.get("world_size", 2))
-    units = configured_units(MODELS[name].build(), config)
+    units = configured_units(MATRIX[name].build(), config)
     offloaded = config.offload is not None
     return dataclasses.replace(program, units=units, offloaded=offloaded, **attributes)
 
@@ -96,7 +97,7 @@ def of_zoo(name: str, setting: str, prefetch: int) -> Program:
     """`untouched`, after the pipeline."""
     program = untouched(name, setting)
     options = SETTINGS[setting][0] | {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
-    config = Config(units=MODELS[name].units, **options)
+    config = Config(units=MATRIX[name].units, **options)
     pipeline.run(program, pipeline.default_passes(config))
     return program
 

@@ -12,7 +12,7 @@ from fxshard.config.checked import Config
 from fxshard.ir.program import Program
 from fxshard.ir.splitting import configured_units
 from tests import graphs
-from tests.zoo import MODELS
+from tests.zoo.more import MATRIX
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -62,8 +62,8 @@ SETTINGS["everything_apart"] = (
 @functools.cache
 def traced(name: str, half: bool) -> Program:
     torch.manual_seed(0)
-    model = MODELS[name].build()
-    args, kwargs = MODELS[name].batch(0, 0)
-    config = Config(units=MODELS[name].units, mixed_precision=HALF if half else None)
+    model = MATRIX[name].build()
+    args, kwargs = MATRIX[name].batch(0, 0)
+    config = Config(units=MATRIX[name].units, mixed_precision=HALF if half else None)
     units = configured_units(model, config)
     return trace.capture(model, args, kwargs, units=units, world_size=1, training=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch.utils._pytree import tree_flatten
 
 from fxshard import pipeline
@@ -19,10 +20,11 @@ from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, PassError, VerifyError
 from fxshard.ir.program import Fact, Program
 from tests import graphs, interpreter
-from tests.passes.passes_cases import marked
+from tests.passes.passes_cases import LOSS, marked, root
 from tests.passes.test_streams import SMALL, untouched
 from tests.verify.settings import SETTINGS
 from tests.zoo import MODELS
+from tests.zoo.more import MATRIX
 
 Build = Callable[[], Program]
 Pipelines = Iterator[tuple[str, list[Any]]]
@@ -114,7 +116,8 @@ def assert_reads_well(error: Exception, names: Sequence[str]) -> None:
     if isinstance(error, VerifyError | PassError):
         assert error.pass_name in names
     assert any(f"'{name}'" in text for name in names), text
-    assert "The pipeline differs from the default one: " in text
+    optional = "'insert-step' is for" in text  # some pipelines have none
+    assert "The pipeline differs from the default one: " in text or optional
     if isinstance(error, VerifyError):
         assert text.startswith(f"fact '{error.fact}' does not hold after pass '{error.pass_name}'")
 
@@ -174,25 +177,63 @@ def test_a_pass_that_fails_is_named(said: str) -> None:
 # -- the whole grid -------------------------------------------------------------------------------
 
 EVERYTHING = [left_out, doubled, pairs]
+TEN = [*MODELS, "twice", "unet", "vit", "gru"]
+EXACT = [name for name in SETTINGS if "mixed_precision" not in SETTINGS[name][0]]
+LEAVING: dict[str, Any] = {"offload_activations": "1GiB"}
+STEPPED: dict[str, Any] = {"optimizer_in_backward": True}  # of programs and of options
+STEPS = {**STEPPED, "optimizer": torch.optim.SGD}
+CHUNKED: dict[str, Any] = {"chunk_loss": 1}
+
+# Programs, and options whose passes the default pipeline has not.
+OTHERS: dict[str, tuple[Build, dict[str, Any]]] = {
+    "checkpoints": (marked, {}),
+    "offloaded activations": (functools.partial(graphs.chain, 3), LEAVING),
+    "steps": (functools.partial(graphs.layered, **STEPPED), STEPS),
+    "chunks": (functools.partial(graphs.parse, LOSS, root), CHUNKED),
+    "chunks, offloaded": (functools.partial(graphs.parse, LOSS, root), CHUNKED | LEAVING),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SMALL, "checkpoints"])
+@pytest.mark.parametrize("name", [*SMALL, *OTHERS])
 def test_all_of_small_programs(name: str) -> None:
-    build = {**SMALL, "checkpoints": marked}[name]
-    assert_right_or_refused(build, Config(), EVERYTHING, exact=name != "fp16")
+    build, options = {**{key: (SMALL[key], {}) for key in SMALL}, **OTHERS}[name]
+    exact = name != "fp16" and "chunk_loss" not in options
+    assert_right_or_refused(build, Config(**options), EVERYTHING, exact=exact)
+
+
+def batch(name: str) -> interpreter.Batch:
+    return lambda rank: tree_flatten(MATRIX[name].batch(rank, 0))[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "setting", [s for s in SETTINGS if "mixed_precision" not in SETTINGS[s][0]]
-)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("setting", EXACT)
+@pytest.mark.parametrize("name", TEN)
 def test_all_of_the_zoo(name: str, setting: str) -> None:
-    config = Config(units=MODELS[name].units, **SETTINGS[setting][0])
-    assert_right_or_refused(
-        functools.partial(untouched, name, setting),
-        config,
-        EVERYTHING,
-        lambda rank: tree_flatten(MODELS[name].batch(rank, 0))[0],
-    )
+    config = Config(units=MATRIX[name].units, **SETTINGS[setting][0])
+    build = functools.partial(untouched, name, setting)
+    assert_right_or_refused(build, config, EVERYTHING, batch(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [STEPS, LEAVING], ids=["steps", "recomputed and offloaded"])
+@pytest.mark.parametrize("name", TEN)
+def test_all_of_the_zoo_with_other_passes(name: str, options: dict[str, Any]) -> None:
+    def build() -> Program:
+        program = untouched(name, "apart")
+        if options is STEPS:
+            return dataclasses.replace(program, **STEPPED)
+        checkpoints = dict.fromkeys([unit.fqn for unit in program.units[1:]], "selective")
+        return dataclasses.replace(program, checkpoints=checkpoints)
+
+    config = Config(units=MATRIX[name].units, **graphs.APART, **options)
+    assert_right_or_refused(build, config, EVERYTHING, batch(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["bf16", "everything"])
+@pytest.mark.parametrize("name", ["mlp13", "tied", "twice"])
+def test_all_of_the_zoo_in_bfloat16(name: str, setting: str) -> None:
+    config = Config(units=MATRIX[name].units, **SETTINGS[setting][0])
+    build = functools.partial(untouched, name, setting)
+    assert_right_or_refused(build, config, EVERYTHING, batch(name), exact=False)
