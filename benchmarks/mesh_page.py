@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
 from benchmarks import mesh_experts
-from benchmarks.figures import RESULTS, ROOT, machine
+from benchmarks.figures import RESULTS, ROOT, machine, write_csv
 from benchmarks.mesh_models import (
     SHAPES,
     Stage,
@@ -40,6 +40,7 @@ from fxshard.hardware import Hardware
 from fxshard.plans.plan import Plan
 
 PAGE, RECORD = ROOT / "docs" / "scale-meshes.md", RESULTS / "mesh_page.json"
+TABLES = ROOT / "docs" / "scale"
 GIB, LENGTH, LONG = 2**30, 8192, 65_536
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 CHECKPOINTS = {"8B": "selective", "70B": "full", "405B": "full"}
@@ -287,9 +288,9 @@ def mesh_text(mesh: Mesh) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh.items())
 
 
-def line(each: dict[str, Any], memory: int) -> dict[str, str]:
-    """A row of a table."""
-    fits = each["peak_bytes"] <= memory
+def figures(name: str, each: dict[str, Any]) -> dict[str, str]:
+    """A row of the file of all meshes; times only of what fits into 80 GB."""
+    fits = each["peak_bytes"] <= 80 * 10**9
     times = {
         "step, s": f"{each['step_seconds']:.2f}",
         "exposed, s": f"{each['exposed_seconds']:.2f}",
@@ -297,6 +298,8 @@ def line(each: dict[str, Any], memory: int) -> dict[str, str]:
         "tokens/s, GPU": f"{each['tokens']:,.0f}",
     }
     return {
+        "model": name if name == EXPERTS else f"Llama 3 {name}",
+        "GPUs": f"{each['gpus']:,}",
         "mesh": mesh_text(each["mesh"]),
         "sequences": f"{each['size']} of {each['length']:,}",
         "peak, GiB": f"{each['peak_bytes'] / GIB:,.2f}" + ("" if fits else " (too much)"),
@@ -304,6 +307,9 @@ def line(each: dict[str, Any], memory: int) -> dict[str, str]:
         "network, GiB": f"{each['network_bytes'] / GIB:,.1f}",
         **(times if fits else dict.fromkeys(times, "-")),
     }
+
+
+SHOWN = ("model", "mesh", "sequences", "peak, GiB", "step, s", "exposed, s", "MFU")
 
 
 HEAD = """# Meshes of two to four dimensions, on paper
@@ -320,9 +326,14 @@ bf16 parameters and compute, gradients reduced in fp32, AdamW on fp32 shards; ch
 "selective" for 8B and "full" for the others.
 
 `sequences` are those of a data-parallel rank in a step (with `cp`, all its ranks have parts of
-them); without `cp` there is one of 8,192 tokens for each GPU, whatever the mesh. `node` and
-`network`: what a rank sends in a step. `exposed`: what the compute stream stands still for
-communication. `too much`: more than 80 GB, before what CUDA and NCCL take."""
+them); without `cp` there is one of 8,192 tokens for each GPU, whatever the mesh. `exposed`: what
+the compute stream stands still for communication. `too much`: more than 80 GB, before what CUDA and
+NCCL take.
+
+{table}
+
+[scale/meshes.csv](scale/meshes.csv) has what a rank sends in a step too, in its node and over the
+network."""
 
 WHAT = """## What the tables say
 
@@ -337,58 +348,50 @@ WHAT = """## What the tables say
   above the 75% that matrix products reach here."""
 
 
+def meshes(result: dict[str, Any]) -> list[dict[str, str]]:
+    """All that is planned, mesh by mesh."""
+    names = [name for name in (*ROWS, EXPERTS) if name in result]
+    return [figures(name, each) for name in names for each in result[name]]
+
+
 def page(result: dict[str, Any]) -> str:
     """The page."""
     seconds = ", ".join(f"{name} {spent}" for name, spent in result["cpu_seconds"].items())
-    parts = [HEAD.format(**result["machine"], seconds=seconds)]
-    for name in ROWS:
-        if name in result:
-            rows = [line(each, 80 * 10**9) for each in result[name]]
-            gpus = sorted({each["gpus"] for each in result[name]})
-            parts += [f"## Llama 3 {name} on {' and '.join(f'{n:,}' for n in gpus)} GPUs"]
-            parts.append(table(rows))
-    if EXPERTS in result:
-        shape = mesh_experts.ExpertShape()
-        each = EXPERTS_LENGTH * shape.chosen
-        parts += [
-            f"## A model of the shape of DeepSeek-V3 on {result[EXPERTS][0]['gpus']:,} GPUs",
-            f"{shape.layers} layers, {shape.layers - shape.dense_layers} of them with "
-            f"{shape.experts} experts, of which each token has {shape.chosen} and a shared one; "
-            f"671B parameters, in this project's own few lines (`benchmarks/mesh_experts.py`: no "
-            f"groups of experts, no rotation). Experts are spread over `ep`, and shared by "
-            f"`dp_shard` along their second dimension, as in torchtitan where a rank has fewer "
-            f"experts than there are ranks to share them; all else is sharded over both. Bytes are "
-            f"those for as many tokens as come if all experts get the same, {each:,} rows "
-            f"to each rank and layer: "
-            f'`data_sizes` tells it. Checkpoints are "full", so that rows are sent again. '
-            f"When these were planned, rows on their way to experts were sent inside of a region: "
-            f"their time is counted, their bytes under `node` and `network` are not.",
-            table([line(row, 80 * 10**9) for row in result[EXPERTS]]),
-        ]
-    parts.append(WHAT)
-    if "stages" in result:
-        bubble = (STAGES - 1) / (MICRO_BATCHES + STAGES - 1)
-        parts += [
-            "## A stage of a pipeline",
-            f"405B on 512 GPUs as `pp {STAGES} x dp_shard 8 x tp 8`: a stage in the middle holds "
-            f"{STAGE_LAYERS} layers, and is planned alone, with `pipeline_stage=True`, "
-            f"`micro_batches={MICRO_BATCHES}` of one sequence, and the forwards that 1F1B runs "
-            f"ahead. Times of schedules are not estimated; of {MICRO_BATCHES} micro-batches in "
-            f"{STAGES} stages, 1F1B stands still {bubble:.0%} of a step. No stage with tensor "
-            f"parallelism has been run beside its plan.",
-            table(
-                {
-                    "stage": f"{STAGES - each['in_flight'] + 1} of {STAGES}",
-                    "in flight": each["in_flight"],
-                    "peak, GiB": f"{each['peak_bytes'] / GIB:,.2f}",
-                }
-                for each in result["stages"]
-            ),
-        ]
-    if "published" in result:
-        parts += _against(result)
-    parts += [NOT]
+    rows = [{name: row[name] for name in SHOWN} for row in meshes(result)]
+    parts = [HEAD.format(**result["machine"], seconds=seconds, table=table(rows)), WHAT]
+    shape = mesh_experts.ExpertShape()
+    each, bubble = EXPERTS_LENGTH * shape.chosen, (STAGES - 1) / (MICRO_BATCHES + STAGES - 1)
+    parts += [
+        "## Experts",
+        f"{EXPERTS} stands for a model of its shape: "
+        f"{shape.layers} layers, {shape.layers - shape.dense_layers} of them with "
+        f"{shape.experts} experts, of which each token has {shape.chosen} and a shared one; "
+        f"671B parameters, in this project's own few lines (`benchmarks/mesh_experts.py`: no "
+        f"groups of experts, no rotation). Experts are spread over `ep`, and shared by "
+        f"`dp_shard` along their second dimension, as in torchtitan where a rank has fewer "
+        f"experts than there are ranks to share them; all else is sharded over both. Bytes are "
+        f"those for as many tokens as come if all experts get the same, {each:,} rows "
+        f"to each rank and layer: "
+        f'`data_sizes` tells it. Checkpoints are "full", so that rows are sent again.',
+        "## A stage of a pipeline",
+        f"405B on 512 GPUs as `pp {STAGES} x dp_shard 8 x tp 8`: a stage in the middle holds "
+        f"{STAGE_LAYERS} layers, and is planned alone, with `pipeline_stage=True`, "
+        f"`micro_batches={MICRO_BATCHES}` of one sequence, and the forwards that 1F1B runs "
+        f"ahead: {_peaks(result['stages'])}. Times of schedules are not estimated; of "
+        f"{MICRO_BATCHES} micro-batches in {STAGES} stages, 1F1B stands still {bubble:.0%} of a "
+        f"step. No stage with tensor parallelism has been run beside its plan.",
+        *_against(result),
+        NOT,
+    ]
     return "\n\n".join(parts) + "\n"
+
+
+def _peaks(stages: list[dict[str, Any]]) -> str:
+    """Of the stages that are planned, in a sentence."""
+    return ", ".join(
+        f"{each['peak_bytes'] / GIB:,.2f} GiB in stage {STAGES - each['in_flight'] + 1} of {STAGES}"
+        for each in stages
+    )
 
 
 NOT = """## What is not planned
@@ -397,41 +400,48 @@ NOT = """## What is not planned
 - **Schedules of a pipeline**: stages are planned one by one, their memory and not their time."""
 
 
-def _against(result: dict[str, Any]) -> list[str]:
+def published(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Configurations of torchtitan's, what was measured with them, and ours."""
     rows = []
     for name, each in PUBLISHED.items():
-        ours = result["published"].get(name)
-        if ours is None:
-            continue
+        ours = result["published"][name]
         rows.append(
             {
-                "": f"Llama 3.1 {name} GPUs",
+                "model": f"Llama 3.1 {name} GPUs",
                 "their mesh": mesh_text(each.row.mesh),
                 "batch": each.row.size,
                 "measured, a GPU": each.said,
-                "our estimate": f"{ours['tokens']:,.0f} tokens/s, {ours['mfu']:.1%} MFU",
+                "our estimate, tokens/s": f"{ours['tokens']:,.0f}",
+                "our estimate, MFU": f"{ours['mfu']:.1%}",
                 "our peak, GiB": f"{ours['peak_bytes'] / GIB:,.1f}",
+                "source": each.source,
             }
         )
+    return rows
+
+
+def _against(result: dict[str, Any]) -> list[str]:
     parts = [
         "## Beside torchtitan's configurations",
         "Their H100s have 94 GB of memory at 2.4 TB/s and 400 Gb/s for each GPU, and so has the "
-        "model here. Measured figures were read on 2026-11-25.",
-        table(rows),
-        "\n".join(f"- {name}: {each.source}." for name, each in PUBLISHED.items()),
+        "model here. Measured figures were read on 2026-11-25; their sources are in "
+        "[scale/meshes-published.csv](scale/meshes-published.csv).",
+        "\n".join(
+            f"- {row['model']}, {row['their mesh']}, batch {row['batch']}: measured "
+            f"{row['measured, a GPU']}; here {row['our estimate, tokens/s']} tokens/s, "
+            f"{row['our estimate, MFU']} MFU, {row['our peak, GiB']} GiB."
+            for row in published(result)
+        ),
+        "`fxshard.tune` with `mesh='auto'`, `checkpoint='full'` and full shard, asked for the same "
+        "GPUs and batches, chooses:",
+        "\n".join(
+            f"- for {name}, batch {list(TUNED[name])}: **{mesh_text(best['mesh'])}**, "
+            f"{best['tokens']:,.0f} tokens/s for each GPU, {best['mfu']:.1%} MFU, "
+            f"{best['peak_bytes'] / GIB:,.1f} GiB ({best['planned']} plans, "
+            f"{best['cpu_seconds']} CPU seconds)."
+            for name, best in ((name, result[name]) for name in TUNED)
+        ),
     ]
-    for name in TUNED:
-        if name not in result:
-            continue
-        best = result[name]
-        parts += [
-            f"`fxshard.tune(mesh='auto', world_size={best['gpus']}, batches={list(TUNED[name])}, "
-            f"checkpoint='full')`, with full shard, chooses **{mesh_text(best['mesh'])}, batch "
-            f"{best['size']}** for {name} GPUs: {best['tokens']:,.0f} tokens/s for each GPU, "
-            f"{best['mfu']:.1%} MFU, {best['peak_bytes'] / GIB:,.1f} GiB "
-            f"({best['planned']} plans, {best['cpu_seconds']} CPU seconds):",
-            f"```\n{best['table']}\n```",
-        ]
     return parts
 
 
@@ -447,8 +457,11 @@ def main() -> int:
             print(f"{time.process_time():6.0f} CPU-s  {what}", flush=True)
 
         measure(chosen.only or PARTS, say)
-    PAGE.write_text(page(json.loads(RECORD.read_text())))
-    print(f"wrote {PAGE}")
+    result = json.loads(RECORD.read_text())
+    PAGE.write_text(page(result))
+    write_csv(TABLES / "meshes.csv", meshes(result))
+    write_csv(TABLES / "meshes-published.csv", published(result))
+    print(f"wrote {PAGE} and two tables in {TABLES}")
     return 0
 
 

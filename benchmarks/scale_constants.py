@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.page import table
 from benchmarks.scale_cells import HARDWARE
 from fxshard import hardware as constants
 from fxshard.hardware import PRESETS, Hardware
 
 
-def constants_table() -> str:
+def constant_rows() -> list[dict[str, str]]:
     """Every constant of the presets, with the tag of its source in hardware.py."""
     tags = source_tags()
     rows = []
@@ -24,7 +23,7 @@ def constants_table() -> str:
             row[gpu] = f"{get(PRESETS[gpu]):,.6g} {unit}".strip()
         row["source"] = ", ".join(f"[{tag}]" for tag in tags[name])
         rows.append(row)
-    return table(rows)
+    return rows
 
 
 Get = Callable[[Hardware], float]

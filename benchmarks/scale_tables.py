@@ -1,12 +1,12 @@
-"""The tables of docs/scale.md, of what was planned and what others have measured."""
+"""The tables of docs/scale.md and docs/scale/, of what was planned and what others measured."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from benchmarks.figures import ROOT
-from benchmarks.page import table
 from benchmarks.published import MEASURED
 from benchmarks.scale_cells import (
     FASTER,
@@ -30,6 +30,7 @@ from benchmarks.scale_cells import (
 from fxshard.cost import operators
 from fxshard.hardware import Hardware
 
+Rows = list[dict[str, Any]]
 DRY_RUNS = ROOT / "benchmarks" / "results" / "published_steps.json"
 KINDS = ("unshard", "reduce", "all-reduce")
 HALF, MOST = 0.5, 0.8  # shares of a link's bandwidth
@@ -107,7 +108,7 @@ def times(cell: Cell) -> dict[str, str]:
     return row
 
 
-def crossover_table(models: Mapping[str, list[Cell]]) -> str:
+def crossover_rows(models: Mapping[str, list[Cell]]) -> Rows:
     """From which world on hybrid is faster, and by how much at the largest in which both fit."""
     rows = []
     for name, cells in models.items():
@@ -130,10 +131,10 @@ def crossover_table(models: Mapping[str, list[Cell]]) -> str:
                     "full / hybrid": f"{seconds(full, gpu) / seconds(hybrid, gpu):.2f}",
                 }
             )
-    return table(rows)
+    return rows
 
 
-def ratio_table(models: Mapping[str, list[Cell]], gpus: Sequence[str]) -> str:
+def ratio_rows(models: Mapping[str, list[Cell]], gpus: Sequence[str]) -> Rows:
     """Full shard's time over that of the best hybrid, by world."""
     rows = []
     for world in WORLDS:
@@ -147,10 +148,10 @@ def ratio_table(models: Mapping[str, list[Cell]], gpus: Sequence[str]) -> str:
                     else f"{seconds(full, gpu) / seconds(hybrid, gpu):.2f} ({hybrid['group']:,})"
                 )
         rows.append(row)
-    return table(rows)
+    return rows
 
 
-def knee_table(hardware: Hardware) -> str:
+def knee_rows(hardware: Hardware) -> Rows:
     """The knee by ranks, and what each model's layer sends there."""
     rows, simple = [], VARIANTS[SIMPLE]
     for world in WORLDS:
@@ -166,10 +167,10 @@ def knee_table(hardware: Hardware) -> str:
             row[f"{model.shape.name}: layer, KiB a rank"] = f"{shard / 1024:,.0f}"
             row[f"{model.shape.name}: of bandwidth"] = f"{efficiency(shard, hardware, world):.0%}"
         rows.append(row)
-    return table(rows)
+    return rows
 
 
-def limits_table(hardware: Hardware) -> str:
+def limits_rows(hardware: Hardware) -> Rows:
     """Up to where each model's layer is large enough."""
     rows = []
     for model in MODELS.values():
@@ -184,14 +185,14 @@ def limits_table(hardware: Hardware) -> str:
                 "its shortest matrix, rows": f"{kv:,}",
             }
         )
-    return table(rows)
+    return rows
 
 
 def _ranks(count: int | None) -> str:
     return "none" if count is None else f"{count:,}"
 
 
-def changes_table(cells: Sequence[Cell]) -> str:
+def changes_rows(cells: Sequence[Cell]) -> Rows:
     """What each change does to time, bytes and collectives."""
     rows = []
     for each in cells:
@@ -209,10 +210,10 @@ def changes_table(cells: Sequence[Cell]) -> str:
                 "fits": "yes" if fits(each, "h100") else "no",
             }
         )
-    return table(rows)
+    return rows
 
 
-def published_table(cells: Iterable[Cell]) -> str:
+def published_rows(cells: Iterable[Cell]) -> Rows:
     """Measured, ours, and the ratio."""
     rows = []
     for each in cells:
@@ -239,10 +240,10 @@ def published_table(cells: Iterable[Cell]) -> str:
                 "source": said.source,
             }
         )
-    return table(rows)
+    return rows
 
 
-def reserved_table(cells: Iterable[Cell]) -> str:
+def reserved_rows(cells: Iterable[Cell]) -> Rows:
     """Measured peaks of the allocator, dry runs of the same FSDP2, and our own schedule's."""
     dry_runs = json.loads(DRY_RUNS.read_text("utf-8"))
     rows = []
@@ -260,10 +261,10 @@ def reserved_table(cells: Iterable[Cell]) -> str:
                     "its peak of tensors, GiB": gib(each["peak_bytes"]),
                 }
             )
-    return table(rows)
+    return rows
 
 
-def models_table(models: Mapping[str, list[Cell]]) -> str:
+def models_rows(models: Mapping[str, list[Cell]]) -> Rows:
     """Shapes and sizes, and from how many ranks on full shard fits."""
     rows = []
     for name, cells in models.items():
@@ -282,7 +283,7 @@ def models_table(models: Mapping[str, list[Cell]]) -> str:
                 **{f"fits from, {gpu}": _ranks(fits_from(cells, gpu)) for gpu in HARDWARE},
             }
         )
-    return table(rows)
+    return rows
 
 
 def falls(cells: Iterable[Cell]) -> dict[str, float]:

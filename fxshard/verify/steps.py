@@ -21,8 +21,8 @@ def stepped_once(program: Program) -> None:
             fail(program, fact, node, what)
     for value, result in zip(program.values, program.results, strict=True):
         if result.kind == "grad" and result.name in program.params and program.sync:
-            what = f"the gradient of {result.name!r} is returned, not stepped, which is what the pass "
-            fail(program, fact, value, f"{what}'insert-step' is for, after 'insert-reduce'.")
+            what = f"the gradient of {result.name!r} is returned, not stepped, which is what"
+            fail(program, fact, value, f"{what} pass 'insert-step' is for, after 'insert-reduce'.")
     order = walk.order(program)
     waits = {tags.get(n).pair: n for n in program.graph.nodes if n.target is ops.wait}
     by: dict[str, fx.Node] = {}

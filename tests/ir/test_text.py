@@ -329,7 +329,7 @@ def test_parameters_of_tensor_parallelism_are_read_where_no_group_is() -> None:
 @pytest.mark.slow
 def test_code_of_inductor_is_refused() -> None:
     plan = fxshard.plan(deep.Net(), (deep.x(),), world_size=2, backend="inductor")
-    with pytest.raises(TextError, match="region_0 holds code that Inductor"):
+    with pytest.raises(TextError, match=r"region_\d holds code that Inductor"):
         text.write(plan.program)
 
 
