@@ -1,5 +1,6 @@
-"""docs/scale.md: its figures by hand, on models small enough to count."""
+"""docs/scale.md, and the page of meshes: its figures by hand, on models small enough to count."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import fxshard
-from benchmarks import published, scale_cells, scale_constants, scale_page, scale_tables
+from benchmarks import mesh_page, published, scale_cells, scale_constants, scale_page, scale_tables
 from benchmarks.scale_cells import BF16, Cell
 from benchmarks.shapes import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Shape, call
 from fxshard.hardware import PRESETS, Hardware, Link
@@ -221,10 +222,10 @@ def shown() -> str:
     return scale_page.PAGE.read_text()
 
 
-def row_of(text: str, first: str) -> list[str]:
-    """The fields of a table's row that begins with a text."""
-    (line,) = [line for line in text.splitlines() if re.match(rf"\| {re.escape(first)} +\|", line)]
-    return [field.strip() for field in line.strip("|").split("|")]
+def written(name: str) -> list[dict[str, str]]:
+    """The rows of a file of docs/scale/."""
+    with (scale_page.TABLES / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize(
@@ -238,14 +239,16 @@ def row_of(text: str, first: str) -> list[str]:
     ],
 )
 def test_constants_have_their_sources(constant: str, h100: str, h200: str, source: str) -> None:
-    assert row_of(scale_constants.constants_table(), constant) == [constant, h100, h200, source]
+    (row,) = (each for each in scale_constants.constant_rows() if each["constant"] == constant)
+    assert row == {"constant": constant, "h100": h100, "h200": h200, "source": source}
 
 
 def test_the_page_has_the_constants_of_today() -> None:
-    assert scale_constants.constants_table() in shown()
+    rows = written("constants")
+    assert rows == scale_constants.constant_rows()
     assert scale_constants.sources_list() in shown()
-    for name, get, _ in scale_constants.CONSTANTS:
-        number = float(row_of(shown(), name)[1].split()[0].replace(",", ""))
+    for (_, get, _), row in zip(scale_constants.CONSTANTS, rows, strict=True):
+        number = float(row["h100"].split()[0].replace(",", ""))
         assert number == pytest.approx(get(PRESETS["h100"]), rel=1e-5)
     fields = {field.name for field in dataclasses.fields(Hardware)} - {"name", "host"}
     assert fields == {re.split(r"[.,]", name)[0] for name, *_ in scale_constants.CONSTANTS}
@@ -265,10 +268,20 @@ def test_a_constant_without_a_source_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_the_page_is_made_of_the_last_results() -> None:
     result = json.loads(scale_cells.RECORD.read_text())
     assert scale_page.page(result) == shown()
+    for name, table in scale_page.tables(result).items():
+        assert written(name) == [{key: str(value) for key, value in row.items()} for row in table]
     for name, cells in result["models"].items():
         assert [c["world"] for c in cells if c["group"] is None] == list(scale_cells.WORLDS)
         assert {c["group"] for c in cells} == {None, *scale_cells.MODELS[name].groups}
     assert len(result["published"]) == len(published.MEASURED)
+
+
+def test_the_page_of_meshes_is_made_of_the_last_results() -> None:
+    result = json.loads(mesh_page.RECORD.read_text())
+    assert mesh_page.page(result) == mesh_page.PAGE.read_text()
+    assert written("meshes") == mesh_page.meshes(result)
+    rows = mesh_page.published(result)
+    assert written("meshes-published") == [{k: str(v) for k, v in row.items()} for row in rows]
 
 
 def test_what_stands_on_the_page_follows_from_its_shapes() -> None:
@@ -316,9 +329,9 @@ def test_torchtitans_policy_saves_every_second_product_of_a_layer() -> None:
 
 def test_ratios_are_ours_over_theirs() -> None:
     found = {"at": 0, "tokens": 2 * 5762.0, "exposed": 0.25, "mfu": 0.5}
-    table = scale_tables.published_table([found])
-    row = row_of(table, "Llama 3 8B")
-    assert row[5:12] == ["5,762", "11,524", "2.00", "6,667", "1.73", "25.0%", "torchtitan-h100"]
+    (row,) = scale_tables.published_rows([found])
+    shown = ["5,762", "11,524", "2.00", "6,667", "1.73", "25.0%", "torchtitan-h100"]
+    assert [*row.values()][5:12] == shown
 
 
 def test_a_fall_is_from_the_fewest_to_the_most_ranks() -> None:
