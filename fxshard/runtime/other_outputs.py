@@ -23,6 +23,7 @@ from fxshard.capture import rng
 from fxshard.errors import StepError
 from fxshard.ir import tags
 from fxshard.ir.program import Program, Signature
+from fxshard.runtime.read_tensors import ReadTensor
 from fxshard.runtime.variants import Variant
 
 aten: Any = torch.ops.aten
@@ -58,11 +59,11 @@ class Begin:
 
     Attributes:
         restore: puts the random generator back; None if nothing is drawn.
-        versions: of the tensors that forward read, when it was over.
+        read: the tensors of the caller that forward has read.
     """
 
     restore: Callable[[], None] | None
-    versions: list[tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    read: list[ReadTensor] = dataclasses.field(default_factory=list)
 
 
 def call_of(signature: Signature, batch: Sequence[Tensor]) -> Any:

@@ -22,6 +22,7 @@ from fxshard.ir import tags, transfers
 from fxshard.ir.program import Program
 from fxshard.runtime.between import Between
 from fxshard.runtime.other_outputs import Begin, call_of, require_repeatable, run_again
+from fxshard.runtime.read_tensors import ReadTensor
 from fxshard.runtime.sharding import Sharding, as_gradient
 from fxshard.runtime.stage import Stage
 from fxshard.runtime.store.reads import refuse_captured_backward, require_all_wanted
@@ -281,9 +282,9 @@ class Step(autograd.UncapturedFunction):
             alive = [known for known in call.runtime.between if known() is not None]
             call.runtime.between = [*alive, weakref.ref(ctx.between)]
         ctx.call, ctx.batch = call, batch
-        ctx.versions = _versions(call, batch, call.variant.read_again)
+        ctx.read = _read(call, batch, call.variant.read_again)
         if call.starting is not None:
-            ctx.begin.versions = _versions(call, batch, executor.forward_inputs)
+            ctx.begin.read = _read(call, batch, executor.forward_inputs)
         ctx.shapes = {k: outputs[k].shape for k in are_tensors}
         return tuple(outputs)
 
@@ -329,9 +330,8 @@ class Step(autograd.UncapturedFunction):
         call, saved = _unchanged(ctx, arrived, kept)
         _require_parameters(ctx, call)
         if not kept:
-            ctx.saved = ctx.batch = ctx.exposed = ctx.between = (
-                None  # they die after their last readers
-            )
+            # They die after their last readers.
+            ctx.saved = ctx.batch = ctx.exposed = ctx.between = ctx.begin = None
         program = call.variant.program
         missing = frozenset(program.signature.tangents) - {*arrived}
         executor = call.variant.backward_without(missing, runtime.executor_of)
@@ -347,8 +347,10 @@ class Step(autograd.UncapturedFunction):
                     grads[k] = None  # dies after its last reader; a copied one stays to the end
         runtime.require_accumulated(program)
         with contextlib.nullcontext() if counts else _without_sums(runtime):
-            args = _backward_arguments(call, executor, batch, saved, tangents, kept)
+            args = _backward_arguments(call, executor, batch, saved, tangents, ctx.read, kept)
             del saved
+            if not kept:
+                ctx.read = None
             tangents.clear()
             reach, world = runtime.reach, runtime.world
             waiting = [*runtime.accumulated, *runtime.partial]
@@ -406,16 +408,22 @@ def _unchanged(
     signature = call.variant.program.signature
     others = [position for position in arrived if position not in signature.tangents]
     elsewhere = bool(others)
-    nodes = call.variant.executor.forward_inputs if elsewhere else call.variant.read_again
-    before = ctx.begin.versions if elsewhere else ctx.versions
-    for (what, was), (_, now) in zip(before, _versions(call, ctx.batch, nodes), strict=True):
-        if was != now:
+    for each in ctx.begin.read if elsewhere else ctx.read:
+        if each.has_changed():
             raise StepError(
-                f"{what!r} was changed in place between a forward and its backward, which "
+                f"{each.what!r} was changed in place between a forward and its backward, which "
                 f"reads it. Call backward first (before optimizer.step()), or change a copy."
             )
     if elsewhere:
         assert call.starting is not None
+        now = _read(call, ctx.batch, call.variant.executor.forward_inputs)
+        for was, is_now in zip(ctx.begin.read, now, strict=True):
+            if was.slot is None and was.tensor is not is_now.tensor:
+                raise StepError(
+                    f"{was.what!r} was exchanged for another tensor between a forward and its "
+                    f"backward, which runs forward again, as it starts at other outputs than any "
+                    f"before. Call backward first, or write the values in place after it."
+                )
         variant = call.starting(call, call_of(signature, ctx.batch), arrived)
         require_repeatable(variant.program, call.variant.written)
         call.runtime.world.begin_backward(call)
@@ -515,24 +523,22 @@ def undone_or_refused(call: AutogradCall) -> Iterator[None]:
         raise
 
 
-def _versions(
+def _read(
     call: AutogradCall, batch: Sequence[Tensor], nodes: Sequence[fx.Node]
-) -> list[tuple[str, tuple[int, ...]]]:
-    """How often each tensor of the caller among some placeholders has been changed in place."""
-    program, slots, version = call.variant.program, call.runtime.slots, autograd.version
-    found: list[tuple[str, tuple[int, ...]]] = []
-    with autograd.plain_torch_functions():  # to ask a parameter for its version is no use of it
+) -> list[ReadTensor]:
+    """The tensors of the caller among some placeholders."""
+    program, slots = call.variant.program, call.runtime.slots
+    found: list[ReadTensor] = []
+    with autograd.plain_torch_functions():
         for node in nodes:
             tag = tags.get(node)
             role, name = tag.role, tag.fqn or ""
             if role not in tags.HELD:
                 continue
-            if role == "shard":  # operators on a DTensor raise its version, not its local part's
-                slot = slots[name]
-                found.append((name, (slot.moves, version(slot.sent(0)), version(slot.tensor))))
-                continue
+            slot = slots[name] if role == "shard" else None
+            tensor = slot.tensor if slot else call.runtime.value(node, program, batch, 0)
             what = program.signature.input_names[int(name)] if role == "input" else name
-            found.append((what, (version(call.runtime.value(node, program, batch, 0)),)))
+            found.append(ReadTensor.noted((role, name), what, tensor, slot))
     return found
 
 
@@ -565,10 +571,12 @@ def _backward_arguments(
     batch: Sequence[Tensor],
     saved: list[list[Tensor]],
     tangents: dict[str | None, Tensor | None],
+    read: Sequence[ReadTensor],
     kept: bool,
 ) -> list[list[Tensor | None]]:
     args: list[list[Tensor | None]] = []
     program = call.variant.program
+    held = {each.key: each.tensor for each in read if each.slot is None}
     for rank, values in enumerate(saved):
         rest = iter(values)
         row: list[Tensor | None] = []
@@ -576,6 +584,8 @@ def _backward_arguments(
             tag = tags.get(node)
             if tag.role == "tangent":
                 row.append(tangents[tag.fqn])
+            elif (tag.role, tag.fqn or "") in held and tag.role != "input":
+                row.append(held[tag.role, tag.fqn or ""])  # as forward has read it
             elif tag.role in _GIVEN:
                 row.append(call.runtime.value(node, program, batch, rank))
             else:

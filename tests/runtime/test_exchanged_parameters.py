@@ -252,3 +252,86 @@ def before_backward(rank: int, size: int, how: str) -> str:
 def test_other_values_before_backward_are_refused(ranks: Any, how: str) -> None:
     for error in ranks(2).run(before_backward, how):
         assert "was changed in place between a forward and its backward" in error
+
+
+# -- what forward has read, and backward reads again -----------------------------------------------
+
+
+class Reads(nn.Module):
+    """Its gradients depend on a buffer, and on a parameter that is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.ignored = nn.Linear(4, 4, bias=False)
+        self.register_buffer("scale", filled(2.0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.ignored(self.linear(x) * self.scale)
+        return made.sum(1)
+
+
+def filled(value: float, *shape: int) -> torch.Tensor:
+    """A tensor that was written in place once, as all of these are."""
+    return torch.empty(shape).fill_(value)
+
+
+def others_between(rank: int, size: int, how: str) -> None:
+    """Others in their places before backward: gradients are those of what forward has read."""
+    found = []
+    for kind in ("eager", how):
+        model: Any = Reads()
+        if kind == "fully_shard":
+            fxshard.fully_shard(model, ignored_params={*model.ignored.parameters()})
+        elif kind != "eager":
+            many = {"world_size": 2} if kind == "here" else {}
+            model = fxshard.compile(model, ignored=["ignored"], **many)
+        read = model.ignored.weight
+        loss = model(torch.ones(2, 4))
+        model.scale = filled(5.0, 4)
+        model.ignored.weight = nn.Parameter(filled(5.0, 4, 4))
+        loss.sum().backward()
+        grads = {name: full(param.grad) for name, param in model.linear.named_parameters()}
+        found.append([grads, read.grad, model.ignored.weight.grad])
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("how", ["compile", "fully_shard"])
+def test_backward_reads_what_forward_has_read(ranks: Any, how: str) -> None:
+    ranks(2).run(others_between, how)
+
+
+def test_backward_reads_what_forward_has_read_in_one_process() -> None:
+    others_between(0, 1, "here")
+
+
+def called_with_others(rank: int, size: int, how: str) -> None:
+    """The model's own parameters were written in place before; those of the call never."""
+    model: Any = Reads()
+    wanted = Reads()
+    if how == "fully_shard":
+        fxshard.fully_shard(model)
+    else:
+        model = fxshard.compile(model, **({"world_size": 2} if how == "here" else {}))
+    for each in (model, wanted):
+        with torch.no_grad():
+            for param in each.parameters():
+                param.mul_(3)
+    found = []
+    for each in (model, wanted):
+        given = {n: (2 * p.detach()).requires_grad_() for n, p in each.named_parameters()}
+        loss = torch.func.functional_call(each, given, (torch.ones(2, 4),)).sum()
+        loss.backward()
+        found.append({name: full(tensor.grad) for name, tensor in given.items()})
+        assert all(param.grad is None for param in each.parameters())
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("how", ["compile", "fully_shard"])
+def test_functional_call_after_writes(ranks: Any, how: str) -> None:
+    ranks(2).run(called_with_others, how)
+
+
+def test_functional_call_after_writes_in_one_process() -> None:
+    called_with_others(0, 1, "here")
