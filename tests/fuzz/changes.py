@@ -89,13 +89,14 @@ def batch(n=4, seed=0):
 class Script:
     """Attributes:
     code: what defines `Model` and what it reads.
-    events: lines of code, in order; a call of the model is the tuple of how, and of its arguments.
+    events: lines of code, in order; a call of the model is the tuple of how, of its arguments, and
+        of what is changed between its forward and its backward.
     options: of `fxshard.compile`.
     """
 
     seed: int
     code: str
-    events: tuple[str | tuple[str, str], ...]
+    events: tuple[str | tuple[str, ...], ...]
     options: dict[str, Any]
 
     def at(self, number: int) -> str:
@@ -104,7 +105,10 @@ class Script:
         return f" [event {number}: {self.events[number]}, after {before[-3:]}]"
 
     def __str__(self) -> str:
-        lines = [each if isinstance(each, str) else f"{each[0]}: {each[1]}" for each in self.events]
+        lines = [
+            each if isinstance(each, str) else ": ".join(each[:2]) + "; then ".join(["", *each[2:]])
+            for each in self.events
+        ]
         said = "\n".join(f"    {i}. {line}" for i, line in enumerate(lines))
         return f"# seed {self.seed}, options {self.options}\n{self.code}\n# events\n{said}"
 
@@ -150,7 +154,7 @@ def drawn(seed: int) -> Script:
     if "register_buffer('r" in code or "track_running_stats" in code:
         # a recomputed forward would write its buffers again, and read what it wrote before
         calls = [call for call in calls if "checkpoint" not in call[1]]
-    events: list[str | tuple[str, str]] = [("train", "batch(4, 1)")]
+    events: list[str | tuple[str, ...]] = [("train", "batch(4, 1)")]
     for s in range(2, 2 + rng.randint(3, 6)):
         for _ in range(rng.choice((1, 1, 2))):
             r = rng.random()
@@ -164,12 +168,28 @@ def drawn(seed: int) -> Script:
         options["strategy"] = "shard_grad_op"
     if rng.random() < 0.2:
         options["checkpoint"] = "full"
+    events = with_changes_between(random.Random(f"{seed}, between"), events, [*changes, *ACTIONS])
     return valid(Script(seed, code, tuple(events), options))
+
+
+def with_changes_between(
+    rng: random.Random, events: Sequence[str | tuple[str, ...]], changes: Sequence[str]
+) -> list[str | tuple[str, ...]]:
+    """Some of the steps change something between their forward and their backward.
+
+    What is recomputed in backward reads what has been changed, in eager PyTorch.
+    """
+    return [
+        (*event, rng.choice(changes))
+        if event[0] == "train" and "checkpoint" not in event[1] and rng.random() < 0.3
+        else event
+        for event in events
+    ]
 
 
 def valid(script: Script) -> Script:
     """Without the events that eager PyTorch refuses."""
-    kept: list[str | tuple[str, str]] = []
+    kept: list[str | tuple[str, ...]] = []
     for event in script.events:
         try:
             list(played(dataclasses.replace(script, events=(*kept, event)), [0]))
@@ -203,11 +223,13 @@ class Side:
         """An optimizer for the parameters that there are now."""
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.5)
 
-    def called(self, how: str, text: str) -> Seen:
-        """A call, and its backward where it trains."""
+    def called(self, how: str, text: str, change: str = "") -> Seen:
+        """A call, and its backward where it trains, after a change."""
         torch.manual_seed(1000 + self.rank)
         with torch.no_grad() if how == "evaluate" else torch.enable_grad():
             out = eval(text if "model" in text else f"model({text})", self.space)
+            if change:
+                exec(change, self.space)
             if how == "train":
                 out.float().square().mean().add(1e-3).sqrt().backward()
         return {"output": out.detach().clone()}
