@@ -235,7 +235,8 @@ class _CutWriter:
     """Appends operators with the tag of another, and their fake values."""
 
     def __init__(self, program: Program, like: fx.Node) -> None:
-        self.program, self.like = program, like
+        self.program: Program = program
+        self.like: fx.Node = like
 
     def call(self, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
         made = self.program.graph.call_function(target, args)

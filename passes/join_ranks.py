@@ -14,7 +14,7 @@ from fxshard.ir import ops, tags, transfers
 from fxshard.ir.needs import Needs
 from fxshard.ir.program import Fact, Program, Result
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 Event = tuple[str, str]  # "read" or "grad", and the FQN of a parameter
 
@@ -108,8 +108,8 @@ class Reads:
     """
 
     def __init__(self, program: Program, phase: tags.Phase) -> None:
-        self.nodes = program.phase(phase)
-        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.nodes: list[fx.Node] = program.phase(phase)
+        self.order: dict[fx.Node, int] = {node: i for i, node in enumerate(self.nodes)}
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
         for node in program.graph.find_nodes(op="placeholder"):

@@ -272,7 +272,8 @@ class Inserter:
     """
 
     def __init__(self, program: Program, at: fx.Node) -> None:
-        self.program, self.at = program, at
+        self.program: Program = program
+        self.at: fx.Node = at
 
     def launch(
         self,

@@ -56,7 +56,7 @@ class FakeRanks:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._kept: tuple[Any, int, list[dict[Any, Any]]] | None = None
-        self.inside = False
+        self.inside: bool = False
 
     @contextlib.contextmanager
     def there(self) -> Iterator[None]:

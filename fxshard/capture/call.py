@@ -178,7 +178,7 @@ class FlatCall(nn.Module):
         self._given = leaves
         self.grad: bool = request.training
         self.emulates_cuda: bool = request.emulates_cuda
-        self.autocast = _autocast(request.computes_on.type, request.emulates_cuda)
+        self.autocast: torch.autocast = _autocast(request.computes_on.type, request.emulates_cuda)
         self.alike: Alike | None = None
         self.graph: bytecode.BytecodeGraph | None = None
         self._names: dict[int, list[tuple[dict[str, Any], str]]] = {}  # of each of its tensors

@@ -25,8 +25,8 @@ class Facts:
     """
 
     def __init__(self) -> None:
-        self.attributes = Attributes()
-        self.variables = Variables()
+        self.attributes: Attributes = Attributes()
+        self.variables: Variables = Variables()
         self._hooks = Hooks()
         self._read_by_hooks = Variables()
 

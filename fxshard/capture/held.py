@@ -114,7 +114,7 @@ class ModelSnapshot:
         modules = list(model.modules())
         seen = {id(module) for module in modules}
         code: list[Any] = [type(module) for module in modules]
-        self.has_iterators = False
+        self.has_iterators: bool = False
         self._modules = [(module, dict(vars(module))) for module in modules]
         self._held: list[tuple[nn.Module, str, Any, Any]] = []
         for module, attributes in self._modules:

@@ -64,8 +64,8 @@ def _(state: Tensor, device: torch.device) -> None:
     return None
 
 
-get_rng_state = torch.ops.fxshard.get_rng_state.default
-set_rng_state = torch.ops.fxshard.set_rng_state.default
+get_rng_state: Any = torch.ops.fxshard.get_rng_state.default
+set_rng_state: Any = torch.ops.fxshard.set_rng_state.default
 
 
 @contextlib.contextmanager

@@ -159,7 +159,7 @@ class Trace:
         self.told = told
         self.places: dict[str, tuple[Place, ...]] = dict(places)
         self.sizes: Sizes = sizes
-        self.env = torch_sizes.ShapeEnv(duck_shape=False)
+        self.env: torch_sizes.ShapeEnv = torch_sizes.ShapeEnv(duck_shape=False)
         self._remembered = torch_sizes.Remembered(self.env)
         self._examples = {name: size_at(sizes, at[0]) for name, at in self.places.items()}
         self._sizes = {

@@ -69,7 +69,7 @@ class Variables:
     """
 
     def __init__(self) -> None:
-        self.changed = ""
+        self.changed: str = ""
         self._tree: Iterable[nn.Module] = ()
         self._given: tuple[list[nn.Module], Sequence[Any]] = [], ()
         self._written: dict[tuple[int, str], Any] = {}  # what a trace has changed: id and name

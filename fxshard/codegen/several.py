@@ -23,7 +23,7 @@ class Several(Optimizer):
         """Raises ValueError if two of them hold one parameter."""
         groups = [group for member in members for group in member.param_groups]
         super().__init__([{"params": group["params"]} for group in groups], {})
-        self.members = list(members)
+        self.members: list[Optimizer] = list(members)
         self.param_groups = groups
         for member in members:
             self.state.update(member.state)

@@ -45,7 +45,7 @@ WITH_NUMBERS = frozenset(
 )
 
 # How sizes are computed from sizes.
-INFIX = {
+INFIX: dict[Any, str] = {
     **{operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/"},
     **{operator.floordiv: "//", operator.mod: "%", operator.pow: "**"},
 }

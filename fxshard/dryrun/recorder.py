@@ -42,7 +42,9 @@ from fxshard.errors import CaptureError
 from fxshard.memory.category import Category
 from fxshard.memory.ledger import LiveRange, owner_of
 
-name_of = functools.cache(str)  # of an operator: torch puts it together at each call
+name_of: Callable[[Any], str] = functools.cache(
+    str
+)  # of an operator: torch puts it together at each call
 
 NOT_KNOWN: tuple[type[Exception], ...] = (
     *DATA_DEPENDENT_ERRORS,

@@ -107,12 +107,12 @@ class Streams:
         class OurEvent(Event):
             """``torch.cuda.Event``."""
 
-            streams = self
+            streams: Streams = self
 
         class OurStream(Stream):
             """A stream of this GPU."""
 
-            streams = self
+            streams: Streams = self
 
         class UsersStream(OurStream):
             """``torch.cuda.Stream`` as the user makes it."""
@@ -121,8 +121,10 @@ class Streams:
                 super().__init__(f"stream {next(numbers)}")
                 self.streams._names.append(self.name)
 
-        self.Event, self.kind, self._made = OurEvent, UsersStream, OurStream
-        self.default: OurStream = OurStream(COMPUTE)
+        self._made = OurStream
+        self.Event: type[Event] = OurEvent
+        self.kind: type[Stream] = UsersStream
+        self.default: Stream = OurStream(COMPUTE)
         self._current = [self.default]
         self._of_fsdp = itertools.cycle(OF_FSDP)
 

@@ -598,7 +598,7 @@ kept: Any = define(
     )
 )
 # Other ranks read these unsharded parameters, so that this one gathers them too: it does nothing.
-join = define(OpSpec("join(Tensor[] params) -> ()", role="join", over="nothing"))
+join: Any = define(OpSpec("join(Tensor[] params) -> ()", role="join", over="nothing"))
 # The 2-norms of this rank's rows of the sharded gradients of `params`, in one fresh tensor ``[n]``;
 # where ranks share parameters, squared: to be summed up. Bound by the caller, who knows which rows
 # are padding.

@@ -80,13 +80,13 @@ class Tangent:
         self.region = region
         self._depends: dict[fx.Node, bool] = {}
         given = [n for n in outside(region) if self._on_tangents(n)]
-        self.node = self._entry(given)
+        self.node: fx.Node | None = self._entry(given)
         self._scaled: dict[fx.Node, bool] = {}
         for node in sorted(region.forms):
             self._check(node)
         means = any(n.target is NLL and n.args[3] == MEAN for n in region.forms)
         half = any(n.meta["val"].dtype is torch.float16 for n in region.forms if self.scales(n))
-        self.counts = means and half
+        self.counts: bool = means and half
 
     def scales(self, node: fx.Node) -> bool:
         """True if the value of `node` is proportional to the tangent."""

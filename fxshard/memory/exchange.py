@@ -34,7 +34,8 @@ class Mixing(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found, self.paused = "", False
+        self.found: str = ""
+        self.paused: bool = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -66,11 +67,13 @@ class RecordedExchange:
     """
 
     def __init__(self, size: int, device: torch.device, rank: int = 0) -> None:
-        self.size, self.rank, self.device = size, rank, device
-        self.sent = Sent()
+        self.size: int = size
+        self.rank: int = rank
+        self.device: torch.device = device
+        self.sent: Sent = Sent()
         self.numbers: dict[int, int] = {}
-        self.mixing = Mixing()
-        self.extended = frozenset[str]()
+        self.mixing: Mixing = Mixing()
+        self.extended: frozenset[str] = frozenset[str]()
         self.several = False
 
     @contextlib.contextmanager

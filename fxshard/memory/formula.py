@@ -15,7 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import sympy
@@ -154,10 +154,10 @@ class Basis:
         self.denominators: list[Any] = list(
             dict.fromkeys([sympy.Integer(1), *(over for _, over in places)])
         )
-        self.over = np.array([self.denominators.index(over) for _, over in places], dtype=int)
+        self.over: Any = np.array([self.denominators.index(over) for _, over in places], dtype=int)
         factors = [factor for entry in entries for factor in entry.values()]
         self.scale: int = math.lcm(1, *(int(factor.q) for factor in factors))
-        self.vectors = np.zeros((len(entries), len(places)), dtype=np.int64)
+        self.vectors: Any = np.zeros((len(entries), len(places)), dtype=np.int64)
         for i, entry in enumerate(entries):
             for place, factor in entry.items():
                 self.vectors[i, place] = int(factor * self.scale)
@@ -443,7 +443,18 @@ class Vectors:
         return sympy.Piecewise(*pieces, (values[-1], True), evaluate=False)
 
 
-class Formula(sympy.Expr):  # type: ignore[misc]  # sympy has no types
+if TYPE_CHECKING:
+
+    class _Expr:
+        """sympy has no types."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _Expr = sympy.Expr
+
+
+class Formula(_Expr):
     """Bytes as a sympy expression of open sizes and ``world``; all of them positive integers.
 
     ``str()`` is short: what the bytes are at the sizes of the plan, per-layer terms folded, the

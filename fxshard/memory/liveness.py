@@ -180,7 +180,7 @@ class Walk(Regions):
 
     def hold_state(self, step: OptimizerStep, numbers: Sequence[int], host: bool) -> None:
         """Storages of the optimizer's state that exist before the step."""
-        self.now = BEFORE
+        self.now: int = BEFORE
         for number in numbers:
             made = step.range_of("", number, step.state[number].bytes, host=host)
             self._optimizers[number] = self._new(made)

@@ -162,7 +162,7 @@ class ScheduleWalk(Walk):
 
     def _between_phases(self, dropped: Sequence[int]) -> None:
         """Release what the schedule drops after a phase, before the next one begins."""
-        self.now = 2 * len(self.ledger.moments)
+        self.now: int = 2 * len(self.ledger.moments)
         self._release(dropped)
 
     def _sums_are_there(self, phase: str) -> None:

@@ -63,7 +63,7 @@ class Span:
                 yield state, point
 
 
-MOMENTS = {
+MOMENTS: dict[str, tuple[tuple[State, str], ...]] = {
     "forward": (
         (State.BEFORE_PRE_FORWARD, "before_pre"),
         (State.AFTER_PRE_FORWARD, "after_pre"),

@@ -106,14 +106,17 @@ class Tuner:
         progress: Progress,
         shape: Together,
     ) -> None:
-        self.batches, self.hardware, self.shape = batches, hardware, shape
-        self.budget, self.progress = budget, progress
-        self.limit = math.inf if limit is None else limit
-        self.enough = 0.0 if limit is None else ENOUGH
-        self.last_resort = "offload" not in {*space, *workload.config.given}
+        self.batches: Batches = batches
+        self.hardware: Hardware = hardware
+        self.shape: Together = shape
+        self.budget: int = budget
+        self.progress: Progress = progress
+        self.limit: float | int = math.inf if limit is None else limit
+        self.enough: float = 0.0 if limit is None else ENOUGH
+        self.last_resort: bool = "offload" not in {*space, *workload.config.given}
         self.planned: list[Trial] = []
         self._kinds: dict[int, Any] = {}  # per rank of a candidate, what `_is_like` compares
-        self.search = Search(
+        self.search: Search = Search(
             lambda each: batches.plan(each.batch, each.changes),
             budget,
             self._order,
@@ -123,11 +126,11 @@ class Tuner:
         node = max(1, hardware.ranks_per_node // shape.tp)
         sharing = workload.config, workload.world_size, node
         every = candidates(*sharing, units, batches.sizes, space)
-        self.trials = [self._trial(workload, each) for each in every]
+        self.trials: list[Trial] = [self._trial(workload, each) for each in every]
         legal = next((each for each in self.trials if not each.why), None)
         if legal is None:
             self.refuse()
-        self.bounds = Bounds(batches, hardware, legal, lambda what: self._tell(what))
+        self.bounds: Bounds = Bounds(batches, hardware, legal, lambda what: self._tell(what))
 
     def search_all(self) -> None:
         """Bound and plan, until the best is known or the plans are used up."""

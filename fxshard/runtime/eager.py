@@ -165,7 +165,7 @@ class Forwards:
     """
 
     def __init__(self) -> None:
-        self.inside = 0
+        self.inside: int = 0
         self.alive: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
         self._hooks: list[contextlib.AbstractContextManager[Any]] = []
         self._around: tuple[Callable[..., Any], Callable[..., Any]] | None = None

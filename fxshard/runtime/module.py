@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from torch import nn
@@ -56,7 +56,8 @@ class FxshardModule(FsdpMethods):
     inside this process.
     """
 
-    __call__ = nn.Module.__call__  # one of the user's class is part of the program
+    # One of the user's class is part of the program.
+    __call__: Callable[..., Any] = nn.Module.__call__
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module of the user's class: a slice of an `nn.Sequential` makes one by ours."""

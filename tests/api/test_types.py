@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST = 0.95  # of all symbols of all modules that have no underscore have a known type
+LEAST = 0.98  # of all symbols of all modules that have no underscore have a known type
 
 
 @pytest.mark.slow
@@ -23,4 +23,5 @@ def test_the_types_of_public_names_are_known() -> None:
     )
     told = json.loads(done.stdout)["typeCompleteness"]
     unknown = [each["name"] for each in told["symbols"] if not each["isTypeKnown"]]
+    assert not [name for name in unknown if name.count(".") == 1], "names of the face"
     assert told["completenessScore"] >= LEAST, f"{told['completenessScore']:.1%}: {unknown}"

@@ -1,5 +1,6 @@
 """backend="inductor": what is compiled how often, what stays eager, and that numbers stay."""
 
+import functools
 import logging
 import multiprocessing as mp
 import os
@@ -99,11 +100,14 @@ def compiled(plan: fxshard.Plan) -> list[Compiled]:
 
 
 def trained(case: Case, backend: str, steps: int = 2, **options: Any) -> Any:
-    """All ranks inside this process."""
+    """All ranks inside this process; by SGD, as Adam steps small gradients as far as large ones.
+
+    Where a gradient is nearly nothing, its rounding would decide on a whole step of Adam.
+    """
     torch.manual_seed(0)
     model = case.build()
     sharded = fxshard.compile(model, world_size=2, units=case.units, backend=backend, **options)
-    return run_steps(sharded, case, steps)
+    return run_steps(sharded, case, steps, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
 
 
 # -- what is saved ---------------------------------------------------------------------------------

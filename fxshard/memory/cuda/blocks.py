@@ -142,14 +142,16 @@ class DeviceAllocator:
         self.arenas: dict[tuple[bool, str], Arena] = {}
         self.heads: dict[int, Block] = {}  # first block of every segment, by address
         self.waiting: dict[str, deque[tuple[int, Block]]] = {}
-        self.next_address = ROUND_LARGE
-        self.searches = 0  # of the large pool: the clock of garbage collection
+        self.next_address: int = ROUND_LARGE
+        self.searches: int = 0  # of the large pool: the clock of garbage collection
         self.requested: int = 0
         self.allocated: int = 0
         self.active: int = 0
         self.reserved: int = 0
-        self.inactive_split = 0
-        self.segments = self.most_segments = self.retries = 0
+        self.inactive_split: int = 0
+        self.segments: int = 0
+        self.most_segments: int = 0
+        self.retries: int = 0
         self.highest: list[int] = [0, 0, 0, 0]
 
     def levels(self) -> tuple[int, int, int, int]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fxshard.memory.cuda.settings import SMALL_SEGMENT, AllocatorSettings
 from fxshard.memory.oom import stacks
-from fxshard.memory.oom.snapshot import AllocatorEvent, Snapshot, Stack
+from fxshard.memory.oom.snapshot import AllocatorEvent, Snapshot, SnapshotSegment, Stack
 from fxshard.memory.oom.stacks import StackOrigin
 
 
@@ -139,7 +139,9 @@ class Recording:
     """The events of one device, and how to get to the state at any of them."""
 
     def __init__(self, snapshot: Snapshot, device: int) -> None:
-        self.segments = [each for each in snapshot.segments if each.device == device]
+        self.segments: list[SnapshotSegment] = [
+            each for each in snapshot.segments if each.device == device
+        ]
         traces = snapshot.traces
         self.events: Sequence[AllocatorEvent] = traces[device] if device < len(traces) else ()
         self.settings: AllocatorSettings = snapshot.settings or AllocatorSettings()

@@ -47,9 +47,9 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if self.alone else dist.get_rank(group)
-        self.size = 1 if self.alone else dist.get_world_size(group)
+        self.alone: bool = not (dist.is_available() and dist.is_initialized())
+        self.rank: int = 0 if self.alone else dist.get_rank(group)
+        self.size: int = 1 if self.alone else dist.get_world_size(group)
 
     def all(self, action: Callable[[], T], complaint: str) -> list[T]:
         """What `action` returns, by rank.

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fxshard._torch import autograd, optimizers, transforms
 from fxshard._torch.dtensors import local_part
 from fxshard._torch.storages import storage_id
+from fxshard.config.checked import Config
 from fxshard.config.precision import Precision
 from fxshard.errors import ConfigError, FxshardError, RankMismatchError, StepError
 from fxshard.ir import meshes
@@ -33,6 +34,7 @@ from fxshard.runtime.store.structure import Structure, names_now
 from fxshard.runtime.store.versions import KeptParameter, State, is_unchanged, state_of
 from fxshard.runtime.unused import Reach
 from fxshard.runtime.world.c10d import C10dWorld
+from fxshard.runtime.world.in_process import InProcessWorld
 from fxshard.runtime.world.mesh import world_over
 
 
@@ -69,7 +71,8 @@ class ParameterStore:
     def __init__(self, sharding: Sharding) -> None:
         self.model: nn.Module = sharding.model
         self.units: tuple[Unit, ...] = sharding.units
-        self.world, self.config = sharding.world, sharding.config
+        self.world: C10dWorld | InProcessWorld = sharding.world
+        self.config: Config = sharding.config
         both = *self.model.named_parameters(), *self.model.named_buffers()
         self.unfilled: list[str] = [name for name, tensor in both if tensor.is_meta]
         before = {module for slot in sharding.kept for module, _ in slot.owners}
@@ -96,7 +99,7 @@ class ParameterStore:
         self.summoned: bool = False
         self.chosen: dict[str, dict[str, Any]] = {}
         self.device: str = self.compute_device()
-        self.structure = Structure(self.model)
+        self.structure: Structure = Structure(self.model)
         self._seen = {fqn: slot.tensor for fqn, slot in self.slots.items()}
 
     def _in_full_precision(self) -> bool:

@@ -41,7 +41,7 @@ class AgreeingRank:
         everyone: groups that all ranks of the mesh are in: one, or one along each dimension.
         peers: by the names of groups.
         """
-        self.peers = dict(peers)
+        self.peers: dict[str, Peers] = dict(peers)
         self._everyone = list(everyone)
         self._peers = list(dict.fromkeys([*everyone, *peers.values()]))
         self._calls = 0  # phases with collectives that this rank has begun: calls and backwards
@@ -357,7 +357,8 @@ class Explained:
     __slots__ = ("group", "rank")
 
     def __init__(self, rank: AgreeingRank, group: str) -> None:
-        self.rank, self.group = rank, group
+        self.rank: AgreeingRank = rank
+        self.group: str = group
 
     def __enter__(self) -> None:
         pass

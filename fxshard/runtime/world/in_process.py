@@ -49,7 +49,11 @@ class InProcessWorld:
     def agree(self, *args: Any) -> None:
         """Nothing: in one process all ranks do the same (see `C10dWorld`)."""
 
-    require_joined = together = run_call = await_backward = begin_backward = agree
+    require_joined: Callable[..., None] = agree
+    together: Callable[..., None] = agree
+    run_call: Callable[..., None] = agree
+    await_backward: Callable[..., None] = agree
+    begin_backward: Callable[..., None] = agree
 
     def exchange(self, text: str, what: str) -> dict[str, list[int]]:
         """See `C10dWorld.exchange`."""
@@ -196,8 +200,9 @@ class InProcessWorld:
             [layout.part_of(b, i, size).clone() for b in buffers] for i, buffers in enumerate(ranks)
         ]
 
-    model_all_gather, model_reduce_scatter = all_gather, reduce_scatter
-    model_all_reduce = reduce_now
+    model_all_gather: Callable[..., Ranks] = all_gather
+    model_reduce_scatter: Callable[..., Ranks] = reduce_scatter
+    model_all_reduce: Callable[..., Ranks] = reduce_now
 
     def model_all_to_all(self, ranks: Ranks, into: Sequence[int], sent: Sequence[int]) -> Ranks:
         """What each rank has for each.

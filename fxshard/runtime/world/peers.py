@@ -59,7 +59,7 @@ class Peers:
         self.fake: bool = dist.get_backend(group) == "fake"
         self.global_ranks: list[int] = dist.get_process_group_ranks(group)
         self.next_shard: int = (self.rank + 1) % self.size  # a rank of a group, with other rows
-        self.alone = self.fake or self.size == 1
+        self.alone: bool = self.fake or self.size == 1
         if not self.fake:
             store = process_groups.group_store(group)
             store.set(f"fxshard/identity/{self.rank}", census.identity())
