@@ -335,8 +335,30 @@ class Machine:
                 return env[node]
             if not is_view(node):
                 raise Wrong(f"%{node} is read before it is there")
+            of = node.args[0]
+            if isinstance(of, fx.Node) and of.op == "call_module" and of not in env:
+                return self.through(rank, of, node.args[1])
             env[node] = self.called(rank, node)
         return env[node]
+
+    def through(self, rank: int, row: fx.Node, at: Any) -> Any:
+        """A result of a region that is to run yet: of views in it alone, of what is there."""
+        assert self.program.schedule is not None
+        region = self.program.schedule.regions[str(row.target)].graph
+        inputs = dict(zip(region.find_nodes(op="placeholder"), row.all_input_nodes, strict=True))
+
+        def made(node: fx.Node) -> Any:
+            if node in inputs:
+                return self.value(rank, inputs[node])
+            if not is_view(node):
+                raise Wrong(f"%{row} is read before it is there")
+            with torch.no_grad():
+                return node.target(  # type: ignore[operator]
+                    *fx.node.map_arg(node.args, made), **fx.node.map_arg(node.kwargs, made)
+                )
+
+        returned: Any = region.output_node().args[0]
+        return made(returned[at])
 
     def called(self, rank: int, node: fx.Node) -> Any:
         args = fx.node.map_arg(node.args, lambda n: self.value(rank, n))
