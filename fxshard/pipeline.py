@@ -264,9 +264,10 @@ def _apply(step: Pass, program: Program, names: Sequence[str]) -> None:
     """
     try:
         step.apply(program)
+    except (VerifyError, PassError):
+        raise
     except FxshardError as error:  # of the user's model, it says; it may be the pipeline's order
-        unusual = advice(names)
-        if unusual and unusual not in str(error):
+        if unusual := advice(names):
             error.args = (f"{error} {unusual}", *error.args[1:])
         raise
     except Exception as error:
