@@ -41,16 +41,12 @@ from fxshard.memory.category import CATEGORIES, State
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "memory-vs-fsdp2.md"
 ROWS = PAGE.with_suffix(".csv")
+ESTIMATES = PAGE.with_name("memory-vs-fsdp2-estimators.csv")
 RESULTS = ROOT / "benchmarks" / "results" / "memory_vs_fsdp2.json"
 
 PEAK_HEADERS = (
     *("model", "FSDP2, profiler", "its tracker", "ratio", "fxshard, profiler", "its plan", "ratio"),
     "fxshard / FSDP2",
-)
-CAUSE_HEADERS = ("cause", "in what sense", "rows", "what", "evidence")
-ESTIMATE_HEADERS = (
-    *("model", "fxshard, profiler", "its plan", "FSDP2, profiler", "DeepSpeed ZeRO-3", "error"),
-    *("one device, profiler", "accelerate", "error"),
 )
 
 
@@ -128,10 +124,7 @@ def page(results: list[Result], wide: Result, known: dict[str, int | bool], abou
             models=len(results) + 1,
         ),
         _faults_section(known, results[0]),
-        "## Estimators\n\n"
-        + ESTIMATORS
-        + "\n\n"
-        + _table(ESTIMATE_HEADERS, [_estimate_row(result) for result in (*results, wide)], left=1),
+        "## Estimators\n\n" + ESTIMATORS.format(**_errors([*results, wide])),
     ]
     return "\n\n".join(section.rstrip("\n") for section in sections) + "\n"
 
@@ -179,15 +172,16 @@ ESTIMATORS = """The formulas of two common estimators, on the same models. Error
 the peak that the profiler measures of what the estimator speaks of: DeepSpeed's of a sharded step
 (here FSDP2's: DeepSpeed is not run), accelerate's of a step on one device without sharding. Both
 count bytes per parameter for weights, gradients and optimizer state, and leave activations out. So
-their errors depend on the proportions of a model, and the last row, with few activations, is the
-kindest to them.
+their errors depend on the proportions of a model, and the widest model, with few activations, is
+the kindest to them ([memory-vs-fsdp2-estimators.csv](memory-vs-fsdp2-estimators.csv)).
 
 - DeepSpeed (`estimate_zero3_model_states_mem_needs` in deepspeed/runtime/zero/stage3.py, without
   offload): 4 bytes x parameters of the largest layer + 18 bytes x parameters / ranks. It assumes
-  16-bit training.
+  16-bit training. It is {zero3} off.
 - accelerate (`estimate_training_usage` in accelerate/commands/estimate.py, Adam; the largest stage,
   as `accelerate estimate-memory` prints): 4 x the bytes of parameters and buffers in fp32, 2 x for
-  bf16."""
+  bf16. It is {accelerate} off.
+- `fxshard.plan`, of its own step: {plan}."""
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *, left: int) -> str:
@@ -234,14 +228,10 @@ def _unseen(result: Result) -> str:
 
 def _causes(rows: list[Comparison]) -> str:
     used = collections.Counter(cause for row in rows for cause in {p.cause for p in row.parts})
-    return _table(
-        CAUSE_HEADERS,
-        [
-            [f"*{c.name}*", c.who, used[c.name], c.what, c.evidence]
-            for c in CAUSES.values()
-            if used[c.name]
-        ],
-        left=5,
+    return "\n".join(
+        f"- *{c.name}* ({c.who}; {used[c.name]} rows): {c.what} {c.evidence}"
+        for c in CAUSES.values()
+        if used[c.name]
     )
 
 
@@ -298,15 +288,39 @@ where it is sent as it is there is no Reduce Scatter. That moves bytes between c
 totals."""
 
 
-def _estimate_row(result: Result) -> list[Any]:
-    theirs, ours, single = (result.peaks[k] for k in ("fsdp2", "fxshard", "one device"))
-    zero3, adam = result.estimates["DeepSpeed"], result.estimates["accelerate"]
-    return [
-        result.case.title,
-        *(ours, f"{result.plan / ours - 1:+.1%}"),
-        *(theirs, zero3, f"{zero3 / theirs - 1:+.1%}"),
-        *(single, adam, f"{adam / single - 1:+.1%}"),
-    ]
+def estimate_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Lines of the file of estimators: bytes, and errors against what the profiler measures."""
+    rows = []
+    for result in results:
+        theirs, ours, single = (result.peaks[k] for k in ("fsdp2", "fxshard", "one device"))
+        zero3, adam = result.estimates["DeepSpeed"], result.estimates["accelerate"]
+        rows.append(
+            {
+                "model": result.case.title,
+                "fxshard, profiler": ours,
+                "its plan: error": f"{result.plan / ours - 1:+.1%}",
+                "FSDP2, profiler": theirs,
+                "DeepSpeed ZeRO-3": zero3,
+                "DeepSpeed ZeRO-3: error": f"{zero3 / theirs - 1:+.1%}",
+                "one device, profiler": single,
+                "accelerate": adam,
+                "accelerate: error": f"{adam / single - 1:+.1%}",
+            }
+        )
+    return rows
+
+
+def _errors(results: Sequence[Result]) -> dict[str, str]:
+    """From the largest error to the smallest, of each estimator."""
+    rows, said = estimate_rows(results), {}
+    for key, column in (
+        ("plan", "its plan: error"),
+        ("zero3", "DeepSpeed ZeRO-3: error"),
+        ("accelerate", "accelerate: error"),
+    ):
+        found = sorted((row[column] for row in rows), key=lambda error: float(error[:-1]))
+        said[key] = found[0] if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
+    return said
 
 
 def _json(results: list[Result], wide: Result, known: dict[str, Any], about: dict[str, Any]) -> str:
@@ -361,6 +375,7 @@ def main() -> int:
     RESULTS.write_text(_json(results, wide, known, machine))
     PAGE.write_text(page(results, wide, known, about))
     write_csv(ROWS, [row for result in results for row in case_rows(result)])
+    write_csv(ESTIMATES, estimate_rows([*results, wide]))
     left = [line for result in results for line in gaps(result)]
     rows = sum(len(result.rows) for result in results)
     print("\n".join(left) or f"{rows} rows, every difference explained; wrote {PAGE}")
