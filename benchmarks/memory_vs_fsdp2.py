@@ -177,10 +177,10 @@ the kindest to them ([memory-vs-fsdp2-estimators.csv](memory-vs-fsdp2-estimators
 
 - DeepSpeed (`estimate_zero3_model_states_mem_needs` in deepspeed/runtime/zero/stage3.py, without
   offload): 4 bytes x parameters of the largest layer + 18 bytes x parameters / ranks. It assumes
-  16-bit training. It is {zero3} off.
+  16-bit training. Its error: {zero3}.
 - accelerate (`estimate_training_usage` in accelerate/commands/estimate.py, Adam; the largest stage,
   as `accelerate estimate-memory` prints): 4 x the bytes of parameters and buffers in fp32, 2 x for
-  bf16. It is {accelerate} off.
+  bf16. Its error: {accelerate}.
 - `fxshard.plan`, of its own step: {plan}."""
 
 
@@ -229,7 +229,7 @@ def _unseen(result: Result) -> str:
 def _causes(rows: list[Comparison]) -> str:
     used = collections.Counter(cause for row in rows for cause in {p.cause for p in row.parts})
     return "\n".join(
-        f"- *{c.name}* ({c.who}; {used[c.name]} rows): {c.what} {c.evidence}"
+        f"- *{c.name}* ({c.who}; in {used[c.name]} rows): {c.what} {c.evidence}"
         for c in CAUSES.values()
         if used[c.name]
     )

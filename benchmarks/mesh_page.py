@@ -314,8 +314,9 @@ SHOWN = ("model", "mesh", "sequences", "peak, GiB", "step, s", "exposed, s", "MF
 
 HEAD = """# Meshes of two to four dimensions, on paper
 
-Written by `python -m benchmarks.mesh_page`; do not edit. {date}: {machine} ({cpu}),
-Python {python}, torch {torch}. CPU seconds of each part: {seconds}.
+Written by `python -m benchmarks.mesh_page`; do not edit. Parts were planned at different times, the
+last on {date}: {machine} ({cpu}), Python {python}, torch {torch}.
+CPU seconds of each part: {seconds}.
 
 Llama 3 as torchtitan cuts it (sequence and loss parallelism on `tp`, ring attention on `cp`), on
 meta tensors, planned by `fxshard.plan(model, batch, mesh=..., parallelize=..., context=...)` in one

@@ -576,7 +576,7 @@ def _backward_arguments(
 ) -> list[list[Tensor | None]]:
     args: list[list[Tensor | None]] = []
     program = call.variant.program
-    held = {each.key: each.tensor for each in read if each.slot is None}
+    held = {each.key: each.tensor for each in read if each.key[0] in ("buffer", "ignored")}
     for rank, values in enumerate(saved):
         rest = iter(values)
         row: list[Tensor | None] = []
@@ -584,7 +584,7 @@ def _backward_arguments(
             tag = tags.get(node)
             if tag.role == "tangent":
                 row.append(tangents[tag.fqn])
-            elif (tag.role, tag.fqn or "") in held and tag.role != "input":
+            elif (tag.role, tag.fqn or "") in held:
                 row.append(held[tag.role, tag.fqn or ""])  # as forward has read it
             elif tag.role in _GIVEN:
                 row.append(call.runtime.value(node, program, batch, rank))

@@ -277,16 +277,24 @@ def filled(value: float, *shape: int) -> torch.Tensor:
     return torch.empty(shape).fill_(value)
 
 
+def sharded(model: Any, how: str, *, ignored: bool = False) -> None:
+    """In place, on ranks or here; `ignored`: all but the module of that name."""
+    if how == "fully_shard":
+        fxshard.fully_shard(
+            model, ignored_params={*model.ignored.parameters()} if ignored else None
+        )
+    elif how != "eager":
+        fxshard.compile(
+            model, ignored=["ignored"] if ignored else [], world_size=2 if how == "here" else None
+        )
+
+
 def others_between(rank: int, size: int, how: str) -> None:
     """Others in their places before backward: gradients are those of what forward has read."""
     found = []
     for kind in ("eager", how):
         model: Any = Reads()
-        if kind == "fully_shard":
-            fxshard.fully_shard(model, ignored_params={*model.ignored.parameters()})
-        elif kind != "eager":
-            many = {"world_size": 2} if kind == "here" else {}
-            model = fxshard.compile(model, ignored=["ignored"], **many)
+        sharded(model, kind, ignored=True)
         read = model.ignored.weight
         loss = model(torch.ones(2, 4))
         model.scale = filled(5.0, 4)
@@ -310,10 +318,7 @@ def called_with_others(rank: int, size: int, how: str) -> None:
     """The model's own parameters were written in place before; those of the call never."""
     model: Any = Reads()
     wanted = Reads()
-    if how == "fully_shard":
-        fxshard.fully_shard(model)
-    else:
-        model = fxshard.compile(model, **({"world_size": 2} if how == "here" else {}))
+    sharded(model, how)
     for each in (model, wanted):
         with torch.no_grad():
             for param in each.parameters():
