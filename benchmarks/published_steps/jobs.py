@@ -20,13 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fxshard
 from benchmarks.published_steps import lightning_demo
 from benchmarks.published_steps.llama import LLAMA3_8B, LLAMA_7B, Llama, Shape
-from benchmarks.published_steps.parallel import (
-    SAVED,
-    WITH_ABS,
-    in_float8,
-    scales_computed,
-    sharded,
-)
+from benchmarks.published_steps.parallel import SAVED, WITH_ABS, in_float8, scales_computed, sharded
 
 STEPS = 3  # reserved memory grows in the first two
 PLAIN, EXPANDABLE = "expandable_segments:False", "expandable_segments:True"

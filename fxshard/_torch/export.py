@@ -18,13 +18,8 @@ import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",

@@ -9,10 +9,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fxshard.arguments import check_called, check_progress
 from fxshard.bytesize import is_count, parse_budget
@@ -31,9 +28,7 @@ from fxshard.planner.shapes import ranks_together, tuned_over_shapes
 from fxshard.planner.tune import PLANS, tuned
 from fxshard.plans.plan import Plan
 from fxshard.plans.workload import Workload, example
-from fxshard.runtime.prepare import (
-    plain_module,
-)
+from fxshard.runtime.prepare import plain_module
 
 
 @with_options

@@ -9,10 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fxshard._torch import fully_sharded
 from fxshard.arguments import check_flag, check_progress

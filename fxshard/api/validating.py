@@ -28,10 +28,7 @@ from fxshard.ir.units import Unit
 from fxshard.planner.budget import planned
 from fxshard.planner.on_mesh import checked_dims, there
 from fxshard.plans.workload import Workload, example
-from fxshard.runtime.prepare import (
-    plain_module,
-    refuse_extended,
-)
+from fxshard.runtime.prepare import plain_module, refuse_extended
 from fxshard.runtime.world.mesh import CONTEXTS
 from fxshard.validation.compare import Validation
 from fxshard.validation.numerics import beside_eager

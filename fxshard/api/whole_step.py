@@ -17,16 +17,8 @@ from fxshard.host.progress import task
 from fxshard.ir.splitting import placed
 from fxshard.ir.whole import Whole
 from fxshard.plans.workload import example
-from fxshard.runtime.module import (
-    FxshardModule,
-    check_swappable,
-)
-from fxshard.runtime.prepare import (
-    plain_module,
-    shard_model,
-    sharding_of,
-    traced,
-)
+from fxshard.runtime.module import FxshardModule, check_swappable
+from fxshard.runtime.prepare import plain_module, shard_model, sharding_of, traced
 from fxshard.runtime.whole_step import (
     CompiledStep,
     one_optimizer,

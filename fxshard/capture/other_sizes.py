@@ -12,13 +12,7 @@ from torch import Tensor
 
 from fxshard._torch import fake_tensors, trees
 from fxshard._torch.fake_tensors import FakeTensorMode
-from fxshard.ir.domain import (
-    OPEN,
-    OpenTensor,
-    Sizes,
-    Symbols,
-    size_at,
-)
+from fxshard.ir.domain import OPEN, OpenTensor, Sizes, Symbols, size_at
 from fxshard.ir.program import Program
 
 

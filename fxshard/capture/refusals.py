@@ -164,6 +164,16 @@ def explained(call: FlatCall) -> Iterator[None]:
                 "buffer, and computes with nothing else. Register it: "
                 "self.register_buffer(name, tensor)."
             )
+        if str(error).startswith("you can only change requires_grad flags of leaf variables"):
+            text += (
+                "\nForward sets requires_grad, and what is traced is no leaf. Set it outside of "
+                "forward, before a call; for a part of one call, compute with weight.detach()."
+            )
+        if str(error).startswith("Cannot backprop through mirrored meta"):
+            text += (
+                "\nForward calls backward, which writes .grad. Call it outside of the model; what "
+                "forward itself needs gives torch.autograd.grad(..., create_graph=True)."
+            )
         if ".numpy()" in str(error):
             text += "\nCompute it with torch, or outside of the model and pass it in."
         if "modified by an inplace operation" in str(error):

@@ -15,13 +15,7 @@ from fxshard.cli.overview import COMMANDS
 from fxshard.cli.programs import add_dump, add_opt
 from fxshard.cli.times import add_estimate, add_tune
 from fxshard.cli.validate import add_validate
-from fxshard.errors import (
-    CaptureError,
-    ConfigError,
-    FxshardError,
-    TextError,
-    UnitError,
-)
+from fxshard.errors import CaptureError, ConfigError, FxshardError, TextError, UnitError
 
 
 def run(argv: Sequence[str]) -> int:

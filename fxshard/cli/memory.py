@@ -22,9 +22,7 @@ from fxshard.cli.model_source import (
 )
 from fxshard.cli.outputs import add_files, add_table, write_all
 from fxshard.cli.steps import add_step, planned, planned_call
-from fxshard.errors import (
-    ConfigError,
-)
+from fxshard.errors import ConfigError
 from fxshard.host.progress import task
 from fxshard.memory.views.diff import diff
 

@@ -6,13 +6,8 @@ import argparse
 
 from fxshard.cli.dryruns import add_run, run_as_told
 from fxshard.cli.memory import saved
-from fxshard.cli.model_source import (
-    called,
-    whole_number,
-)
-from fxshard.errors import (
-    ConfigError,
-)
+from fxshard.cli.model_source import called, whole_number
+from fxshard.errors import ConfigError
 from fxshard.host.progress import task
 from fxshard.memory.oom import explain as oom
 from fxshard.memory.views.oom import text as text_of_oom

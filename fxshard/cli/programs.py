@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fxshard import pipeline
-from fxshard.cli.model_source import (
-    add_arguments,
-    refuse_beside,
-)
+from fxshard.cli.model_source import add_arguments, refuse_beside
 from fxshard.cli.outputs import write
 from fxshard.cli.steps import planned
 from fxshard.config.checked import Config
-from fxshard.errors import (
-    ConfigError,
-)
+from fxshard.errors import ConfigError
 from fxshard.host import files
 from fxshard.host.progress import task
 from fxshard.ir import dump, text

@@ -7,12 +7,7 @@ import sys
 from typing import Any
 
 import fxshard
-from fxshard.cli.model_source import (
-    Call,
-    ModelSource,
-    load,
-    options,
-)
+from fxshard.cli.model_source import Call, ModelSource, load, options
 from fxshard.cli.on_meshes import add_mesh, mesh_of
 from fxshard.cli.outputs import add_count
 from fxshard.plans.plan import Plan

@@ -6,13 +6,7 @@ import argparse
 import functools
 
 import fxshard
-from fxshard.cli.model_source import (
-    ModelSource,
-    add_arguments,
-    load,
-    refuse_beside,
-    whole_number,
-)
+from fxshard.cli.model_source import ModelSource, add_arguments, load, refuse_beside, whole_number
 from fxshard.cli.outputs import PERFETTO, write
 from fxshard.cli.steps import add_step, planned, step_of
 from fxshard.config.checked import Config

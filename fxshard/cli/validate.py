@@ -10,19 +10,10 @@ import sys
 from typing import Any
 
 import fxshard
-from fxshard.cli.model_source import (
-    Call,
-    ModelSource,
-    add_arguments,
-    load,
-    whole_number,
-)
+from fxshard.cli.model_source import Call, ModelSource, add_arguments, load, whole_number
 from fxshard.cli.on_meshes import add_mesh
 from fxshard.cli.steps import add_micro_batches, step_of
-from fxshard.errors import (
-    ConfigError,
-    UnknownSizeError,
-)
+from fxshard.errors import ConfigError, UnknownSizeError
 from fxshard.host.progress import task
 from fxshard.validation.compare import Validation
 

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from fxshard._torch import collectives
 from fxshard._torch.export import DATA_DEPENDENT_ERRORS
-from fxshard._torch.fake_tensors import (
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    is_fake,
-)
+from fxshard._torch.fake_tensors import FakeTensorMode, UnsupportedOperatorException, is_fake
 from fxshard._torch.fully_sharded import replaced
 from fxshard._torch.gradient_sums import IN_PLACE, GradientSums
 from fxshard._torch.modes import (

@@ -17,14 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fxshard._torch import fully_sharded
 from fxshard.capture import hf
-from fxshard.capture.swapped import (
-    METHODS,
-    STATE,
-    USERS_CLASS,
-    Inside,
-    as_users_own,
-    users_class,
-)
+from fxshard.capture.swapped import METHODS, STATE, USERS_CLASS, Inside, as_users_own, users_class
 from fxshard.codegen.emit import Executor
 from fxshard.errors import ConfigError, StepError
 from fxshard.memory.report import MemoryReport
@@ -70,11 +63,15 @@ class FxshardModule(FsdpMethods):
         Raises:
             StepError: nothing is traced yet.
         """
+        if not self._fxshard.variants and reading.looked_through():
+            raise AttributeError("plan")
         return self._fxshard.plan
 
     @property
     def memory(self) -> MemoryReport:
         """The memory report of `plan`."""
+        if not self._fxshard.variants and reading.looked_through():
+            raise AttributeError("memory")
         return self._fxshard.plan.memory
 
     @property
@@ -99,6 +96,7 @@ class FxshardModule(FsdpMethods):
         return self._fxshard.optimizer()
 
     _ddp_params_and_buffers_to_ignore = property(reading.refuse_ddp)
+    __prepare_scriptable__ = reading.refuse_scripting
 
     def __copy__(self) -> Self:
         """Raises StepError: the copy would share programs, which know of one model only."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxshard._torch import transforms
 from fxshard.capture import attributes, shapes, trace
 from fxshard.config.checked import Config
 from fxshard.errors import ConfigError, UnitError
@@ -35,8 +36,14 @@ def plain_module(model: Any) -> nn.Module:
     """The module that is to be traced.
 
     Raises:
-        ConfigError: it is sharded already.
+        ConfigError: it is sharded already, or this is inside of a transform of torch.func.
     """
+    if transforms.transforming():
+        raise ConfigError(
+            "inside of a transform of torch.func (grad, vmap, functionalize, ...) tensors are the "
+            "transform's, and nothing can be sharded or planned. Compile the model before it, and "
+            "call the compiled model inside."
+        )
     if isinstance(model, FxshardModule):
         raise ConfigError(
             "the model is sharded already: fxshard.compile returned it. Give the plain model, as "

@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxshard._torch import dynamo, trees
 from fxshard._torch import modules as torch_modules
 from fxshard.capture import hf, refusals
+from fxshard.capture.swapped import users_class
 from fxshard.errors import ConfigError, StepError, UnitError
 from fxshard.ir.unit_choice import ignored_of
 from fxshard.ir.units import Unit
@@ -72,6 +73,15 @@ parameter = packet.default
 # -- classes ---------------------------------------------------------------------------------------
 
 
+def looked_through() -> bool:
+    """True if a property is read by who looks through all attributes of a module, for their kinds.
+
+    Such a reader takes AttributeError for an answer, and no other error. (`inspect.getmembers`;
+    torch/_jit_internal.py, ``module_has_exports``)
+    """
+    return sys._getframe(2).f_globals.get("__name__") in ("inspect", "torch._jit_internal")
+
+
 def refuse_ddp(module: nn.Module) -> NoReturn:
     """Stands in for the attribute that DistributedDataParallel reads of a module first.
 
@@ -87,6 +97,17 @@ def refuse_ddp(module: nn.Module) -> NoReturn:
         "Who adds it by themselves: accelerate's prepare (do not give it the model), "
         "Lightning's strategy 'ddp' and transformers' Trainer on several processes."
     )
+
+
+def refuse_scripting(module: nn.Module) -> NoReturn:
+    """What torch.jit.script asks a module for, to script that in its place.
+
+    (torch/jit/_script.py, ``call_prepare_scriptable_func``)
+
+    Raises:
+        CaptureError: always.
+    """
+    refusals.refuse_recording(users_class(module).__name__, "torch.jit.script")
 
 
 def classes(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, type]:
@@ -218,6 +239,7 @@ def _reading_class(
     if is_root:
         namespace |= {"forward": _root_forward(forward), "_apply": _apply}
         namespace["_ddp_params_and_buffers_to_ignore"] = property(refuse_ddp)
+        namespace["__prepare_scriptable__"] = refuse_scripting
     namespace |= {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

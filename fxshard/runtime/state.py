@@ -17,9 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
@@ -349,12 +347,19 @@ def converted(
     The Parameter objects stay, as in ``nn.Module._apply``.
 
     Raises:
-        StepError: it moves shards away from the devices of the mesh, or torch cannot exchange the
-            values of a parameter because something else refers to it.
+        StepError: it moves shards away from the devices of the mesh or to the meta device, or torch
+            cannot exchange the values of a parameter because something else refers to it.
     """
     for slot in slots:
         now = local_part(slot.tensor)
         device, homes = fn(now.new_empty(0)).device, {now.device.type}
+        if device.type == "meta" and not now.is_meta:
+            raise StepError(
+                f"parameter {slot.param.fqn!r} cannot move to the meta device: its values would be "
+                f"lost, and programs compute with the shards that it has. Delete the model to free "
+                f"its memory; a model that is built on the meta device is filled after it is "
+                f"sharded (to_empty, load_state_dict)."
+            )
         if not isinstance(world, C10dWorld):
             break
         if now.is_meta:

@@ -18,6 +18,8 @@ def offloaded(program: Program) -> None:
     """Each saved activation on the CPU is a copy of one that nothing reads any more, comes back
     once, as it was, and alone gives what is back.
     """
+    if not _launches(program, ops.offload) and not _launches(program, ops.reload):
+        return
     order, waits = walk.order(program), walk.by_pair(program, ops.wait)
     last: dict[int, fx.Node] = {}  # storage -> what reads it last
     for node in program.graph.nodes:

@@ -8,10 +8,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import fx, nn
 
-from fxshard._torch import (
-    export,
-    fake_tensors,
-)
+from fxshard._torch import export, fake_tensors
 from fxshard._torch import graphs as torch_graphs
 from tests._torch.shared import Small, Two
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
-from fxshard._torch import (
-    autograd,
-)
+from fxshard._torch import autograd
 from tests._torch.shared import aten
 
 

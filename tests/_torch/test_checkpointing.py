@@ -9,12 +9,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
-from fxshard._torch import (
-    checkpointing,
-    dynamo,
-    export,
-    fake_tensors,
-)
+from fxshard._torch import checkpointing, dynamo, export, fake_tensors
 from tests._torch.shared import Two, _contexts, aten
 
 

@@ -15,10 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fxshard._torch import (
-    dtensors,
-    process_groups,
-)
+from fxshard._torch import dtensors, process_groups
 from tests.subclasses import Narrow
 
 

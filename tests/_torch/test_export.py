@@ -17,12 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fxshard._torch import (
-    export,
-    fake_tensors,
-    modes,
-    process_groups,
-)
+from fxshard._torch import export, fake_tensors, modes, process_groups
 from tests._torch.shared import aten
 
 Joint = tuple[fx.GraphModule, list[Any], list[Any]]

@@ -10,12 +10,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
-from fxshard._torch import (
-    export,
-    fake_tensors,
-    inductor,
-    modes,
-)
+from fxshard._torch import export, fake_tensors, inductor, modes
 from fxshard._torch import sizes as torch_sizes
 from tests._torch.shared import aten
 

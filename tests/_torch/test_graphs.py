@@ -11,12 +11,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
-from fxshard._torch import (
-    dynamo,
-    export,
-    fake_tensors,
-    modules,
-)
+from fxshard._torch import dynamo, export, fake_tensors, modules
 from fxshard._torch import graphs as torch_graphs
 from tests._torch.shared import Small, aten
 

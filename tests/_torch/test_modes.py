@@ -13,12 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxshard._torch import (
-    fake_tensors,
-    modes,
-    modules,
-    process_groups,
-)
+from fxshard._torch import fake_tensors, modes, modules, process_groups
 from fxshard._torch import sizes as torch_sizes
 
 

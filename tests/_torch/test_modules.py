@@ -10,10 +10,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fxshard._torch import (
-    modes,
-    modules,
-)
+from fxshard._torch import modes, modules
 
 
 def test_wrap_policies() -> None:

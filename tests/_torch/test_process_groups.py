@@ -12,9 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fxshard._torch import (
-    process_groups,
-)
+from fxshard._torch import process_groups
 
 
 def test_a_fake_process_group() -> None:

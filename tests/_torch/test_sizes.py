@@ -7,9 +7,7 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 
-from fxshard._torch import (
-    fake_tensors,
-)
+from fxshard._torch import fake_tensors
 from fxshard._torch import sizes as torch_sizes
 
 

@@ -10,9 +10,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch.utils import _pytree as pytree
 
-from fxshard._torch import (
-    trees,
-)
+from fxshard._torch import trees
 
 
 @dataclasses.dataclass

@@ -14,15 +14,7 @@ from fxshard.plans.plan import Plan, make_plan
 from fxshard.plans.workload import Workload
 from fxshard.runtime.whole_step import step_config
 from fxshard.validation.rehearsal import bytes_beside
-from tests.api.compile_step_cases import (
-    BF16,
-    MAX_NORM,
-    OPTIMIZERS,
-    UNITS,
-    batch,
-    loss_fn,
-    net,
-)
+from tests.api.compile_step_cases import BF16, MAX_NORM, OPTIMIZERS, UNITS, batch, loss_fn, net
 
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -129,9 +129,22 @@ def multiplies_sparse(net: Net, x: Tensor) -> Tensor:
     return torch.sparse.mm(x.to_sparse(), net.a.weight.T) + net.b(x)
 
 
+def freezes(net: Net, x: Tensor) -> Tensor:
+    net.a.weight.requires_grad_(False)
+    return net.a(x)
+
+
+def goes_back(net: Net, x: Tensor) -> Tensor:
+    loss = net.a(x).sum()
+    loss.backward()
+    return loss
+
+
 @pytest.mark.parametrize(
     ("function", "said", "remedy"),
     [
+        (freezes, "requires_grad flags", "outside of forward, before a call"),
+        (goes_back, "Forward calls backward", "torch.autograd.grad("),
         (branches, "higher-order operator cond", "torch.where"),
         (writes_an_attribute, "writes in place (aten.add_", "register_buffer"),
         (writes_an_attribute_by_out, "writes in place (aten.add", "register_buffer"),

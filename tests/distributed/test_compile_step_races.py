@@ -16,14 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxshard
 from fxshard._torch import process_groups
-from tests.distributed.test_happens_before import (
-    APART,
-    HALF,
-    HYBRID,
-    LAYERS,
-    Watched,
-    missed,
-)
+from tests.distributed.test_happens_before import APART, HALF, HYBRID, LAYERS, Watched, missed
 from tests.happens_before import Machine, Watch
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -30,14 +30,7 @@ from tests.distributed.strategies_cases import (
     row_and_column,
     sizes,
 )
-from tests.end_to_end.training_cases import (
-    Whole,
-    assert_same,
-    batch,
-    grads_of,
-    loss_of,
-    state_of,
-)
+from tests.end_to_end.training_cases import Whole, assert_same, batch, grads_of, loss_of, state_of
 from tests.oracles import Collective, count_collectives
 from tests.zoo import MODELS
 

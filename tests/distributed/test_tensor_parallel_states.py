@@ -26,14 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fxshard
 from fxshard.errors import FxshardError
-from tests.distributed.tensor_parallel_cases import (
-    Job,
-    Mlp,
-    full,
-    of_an_mlp,
-    state_of,
-    stepped,
-)
+from tests.distributed.tensor_parallel_cases import Job, Mlp, full, of_an_mlp, state_of, stepped
 
 JOB = Job(of_an_mlp, model=Mlp)
 

@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fxshard
 from fxshard._torch import trees

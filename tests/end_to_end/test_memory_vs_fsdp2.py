@@ -14,16 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks import memory_vs_fsdp2 as script
-from benchmarks.memory_vs_fsdp2 import (
-    ESTIMATES,
-    PAGE,
-    RESULTS,
-    ROWS,
-    Result,
-    case_rows,
-    gaps,
-    run,
-)
+from benchmarks.memory_vs_fsdp2 import ESTIMATES, PAGE, RESULTS, ROWS, Result, case_rows, gaps, run
 from benchmarks.vs_fsdp2 import models
 from benchmarks.vs_fsdp2.causes import CAUSES, Comparison, explain
 from benchmarks.vs_fsdp2.models import CASES, WIDE, Case

@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

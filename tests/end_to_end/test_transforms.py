@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fxshard
-from fxshard.errors import StepError
+from fxshard.errors import ConfigError, StepError
 from tests.end_to_end.losses_cases import made
 from tests.end_to_end.training_cases import Net, assert_same, batch, grads_of
 
@@ -70,6 +70,22 @@ def test_batches_of_gradients_are_refused() -> None:
     plain = made("eager", Net)
     want = torch.autograd.functional.jacobian(plain, x.detach()).view(-1, *x.shape)
     torch.testing.assert_close(torch.stack(rows), want)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
+@pytest.mark.parametrize("verb", [fxshard.compile, fxshard.shard, fxshard.plan])
+def test_nothing_is_sharded_inside(verb: Any, transform: Any) -> None:
+    model = Net()
+    given = {"args": (batch(0),)} if verb is fxshard.plan else {}
+
+    def inside(x: Tensor) -> Tensor:
+        verb(model, world_size=2, **given)
+        return x.sum()
+
+    with pytest.raises(ConfigError, match=r"transform of torch.func.*Compile the model before it"):
+        transform(inside)(batch(0))
+    assert type(model) is Net
+    verb(model, world_size=2, **given)
 
 
 def test_mixed_precision_is_refused() -> None:

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    LoraConfig,
-    PeftModel,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from transformers import LlamaForCausalLM
@@ -19,14 +14,7 @@ from transformers import LlamaForCausalLM
 import fxshard
 from fxshard.memory.category import Category
 from tests.fsdp2 import full
-from tests.integrations.peft_cases import (
-    WAYS,
-    adapted,
-    fill_adapters,
-    logits,
-    tokens,
-    trained,
-)
+from tests.integrations.peft_cases import WAYS, adapted, fill_adapters, logits, tokens, trained
 from tests.ranks import told
 from tests.tiny import llama
 

@@ -45,10 +45,7 @@ def by_strategies(**options: Any) -> Any:
 
 def by_parameters(shard: Callable[..., Any] = fully_shard, **options: Any) -> nn.Module:
     """In each block, the matrices of one layer are on a mesh of their own, along dimension 1."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import (
-        HSDPMeshInfo,
-        ShardPlacementResult,
-    )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
 
     flat, grid = meshes()
     torch.manual_seed(0)

@@ -13,14 +13,7 @@ from fxshard.errors import RankDiedError, RankMismatchError
 from tests.fsdp2 import full
 from tests.ranks import told
 from tests.runtime.full_matrix_cases import Preconditioned
-from tests.runtime.muon_cases import (
-    OPTIONS,
-    batch,
-    built,
-    compiled,
-    counted,
-    set_gradients,
-)
+from tests.runtime.muon_cases import OPTIONS, batch, built, compiled, counted, set_gradients
 from tests.subclasses import Narrow, wrapped
 
 

@@ -21,16 +21,7 @@ from fxshard.ir import text
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
 from tests.ranks import told
-from tests.runtime.test_unit_methods import (
-    Net,
-    assert_same,
-    batch,
-    eager,
-    grads,
-    net,
-    sizes,
-    step,
-)
+from tests.runtime.test_unit_methods import Net, assert_same, batch, eager, grads, net, sizes, step
 from tests.texts import assert_equal
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -23,13 +23,7 @@ from tests.verify.full_shard_faults import (
     wait_after_the_use,
     wait_after_the_use_of_a_view,
 )
-from tests.verify.verify_cases import (
-    ALWAYS,
-    assert_every_event_matters,
-    capture,
-    captured,
-    fresh,
-)
+from tests.verify.verify_cases import ALWAYS, assert_every_event_matters, capture, captured, fresh
 from tests.zoo import MODELS
 
 

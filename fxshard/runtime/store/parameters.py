@@ -498,7 +498,7 @@ class ParameterStore:
             rest: does the same to buffers and to parameters that are not sharded.
 
         Raises:
-            StepError: it moves shards to a device that the mesh is not made of.
+            StepError: it moves shards to a device that the mesh is not made of, or to meta.
         """
         self.require_sharded("a conversion (.to(), .half(), ...)")
         slots, offloaded = list(self.slots.values()), self.config.offload is not None

@@ -19,15 +19,7 @@ from fxshard.errors import UnitError
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
 from tests.peers.fsdp1.models import LAYERS, Transformer
-from tests.peers.fsdp1.shared import (
-    compiled,
-    ddp,
-    grads_of,
-    loss_of,
-    params_of,
-    same,
-    same_grads,
-)
+from tests.peers.fsdp1.shared import compiled, ddp, grads_of, loss_of, params_of, same, same_grads
 from tests.ranks import told
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

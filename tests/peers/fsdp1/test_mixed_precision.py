@@ -29,15 +29,7 @@ from torch.testing import assert_close
 from fxshard.runtime.world.c10d import C10dWorld
 from tests.fsdp2 import full
 from tests.peers.fsdp1.models import Transformer
-from tests.peers.fsdp1.shared import (
-    FULL,
-    GRAD_OP,
-    HALF,
-    NO_SHARD,
-    STRATEGIES,
-    compiled,
-    loss_of,
-)
+from tests.peers.fsdp1.shared import FULL, GRAD_OP, HALF, NO_SHARD, STRATEGIES, compiled, loss_of
 
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 POLICIES = {

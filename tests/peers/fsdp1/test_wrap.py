@@ -9,12 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -34,15 +29,7 @@ from fxshard.ir.splitting import configured_units, placed
 from tests.fsdp2 import full
 from tests.oracles import count_collectives
 from tests.peers.fsdp1.models import LAYERS, Transformer
-from tests.peers.fsdp1.shared import (
-    GRAD_OP,
-    NO_SHARD,
-    compiled,
-    ddp,
-    loss_of,
-    same,
-    same_grads,
-)
+from tests.peers.fsdp1.shared import GRAD_OP, NO_SHARD, compiled, ddp, loss_of, same, same_grads
 from tests.ranks import told
 
 LARGE = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
