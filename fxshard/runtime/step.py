@@ -410,10 +410,16 @@ def _unchanged(
     elsewhere = bool(others)
     for each in ctx.begin.read if elsewhere else ctx.read:
         if each.has_changed():
-            raise StepError(
+            text = (
                 f"{each.what!r} was changed in place between a forward and its backward, which "
                 f"reads it. Call backward first (before optimizer.step()), or change a copy."
             )
+            if each.slot is not None:
+                text += (
+                    " It may have been another parameter: shards lie in one storage, and torch "
+                    "counts what is written per storage."
+                )
+            raise StepError(text)
     if elsewhere:
         assert call.starting is not None
         now = _read(call, ctx.batch, call.variant.executor.forward_inputs)

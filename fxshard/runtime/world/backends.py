@@ -17,6 +17,8 @@ zero elements                   yes                         yes
 operands that are not           copied first                refused
 contiguous
 a collective that fails         raises at its wait          aborts the process
+a new group of the ranks of     hangs, as torch names it    not tried
+one that was destroyed          (5)
 ==============================  ==========================  ==========================
 
 (1) ``allgather_into_tensor_coalesced`` is the one operation of gloo that corrupts the heap as soon
@@ -25,8 +27,11 @@ collective: "Invalid scalar type". (3) It promotes to one dtype and reads the re
 fxshard never does that: each collective of a program moves one dtype (`Fact.ONE_DTYPE`), and
 all-gathers move bytes. (4) It compares, and no comparison with a NaN is true. So with
 ``reduce_op="max"`` or "min" a NaN of one rank may be missing in the gradient, where it is present
-if all ranks run in one process: look for it in the loss. tests/distributed/test_backends.py tests
-these rows on gloo, test_exceptions.py the last one.
+if all ranks run in one process: look for it in the loss. (5) Every backend, as far as torch's code
+says: groups are named anew here (`fxshard._torch.process_groups.new_group`).
+
+tests/distributed/test_backends.py tests these rows on gloo; the last two are in
+test_exceptions.py, and in tests/_torch/test_export.py.
 """
 
 from __future__ import annotations
