@@ -137,8 +137,9 @@ def _with_common_loss(optimizer: LBFGS, args: Any, kwargs: Any) -> tuple[Any, An
 
     def asked() -> Any:
         loss = closure()
-        said = f"{float(loss)!r}; return its mean: dist.all_reduce(loss, dist.ReduceOp.AVG)"
-        runtime.world.agree([said], "the loss that the closure of LBFGS returns")
+        what = "the loss that the closure of LBFGS returns (return what is the same on all: after "
+        what += "backward, dist.all_reduce(loss, dist.ReduceOp.AVG))"
+        runtime.world.agree([repr(float(loss))], what)
         return loss
 
     return args[:1], {"closure": asked}
