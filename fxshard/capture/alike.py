@@ -14,6 +14,8 @@ from fxshard.capture.repeat import rehearse
 from fxshard.errors import CaptureError
 
 Numbers = dict[tuple[int, str, Any], float]  # by module, attribute, and key in that
+# Names and identities of what each module holds, in order: its submodules, then its parameters.
+Registered = list[tuple[nn.Module, list[tuple[str, int]]]]
 
 
 class Alike:
@@ -27,6 +29,8 @@ class Alike:
         self._model = model
         self._operators: list[list[Any]] = []  # of each run
         self._numbers: list[Numbers] = []  # before the first run, and after each
+        self._registered: Registered = []  # when this run began
+        self._moved: list[str] = []  # modules and parameters that a run has put elsewhere
 
     def begin(self, leaves: Mapping[int, str]) -> Callable[..., None]:
         """Begin a run.
@@ -39,6 +43,7 @@ class Alike:
         """
         if not self._numbers:
             self._numbers.append(_numbers_in(self._model))
+        self._registered = [(m, _registered_by(m)) for m in self._model.modules()]
         run: list[Any] = []
         self._operators.append(run)
 
@@ -58,6 +63,10 @@ class Alike:
     def end(self) -> None:
         """End a run."""
         self._numbers.append(_numbers_in(self._model))
+        for module, before in self._registered:  # now: the next run may put them back
+            for was, now in itertools.zip_longest(before, _registered_by(module)):
+                if was != now:
+                    self._moved.append(f"self.{(was or now)[0]} of {type(module).__name__}")
 
     def require(self, *, operators: bool) -> None:
         """See that no run has changed what the next one does.
@@ -66,7 +75,7 @@ class Alike:
             operators: compare them. Of open sizes a later run knows more.
 
         Raises:
-            CaptureError: forward counts, or its runs are not alike.
+            CaptureError: forward counts, registers or moves modules, or its runs are not alike.
         """
         counting = self._counting()
         if counting:
@@ -78,12 +87,23 @@ class Alike:
             )
         line = self._differs() if operators else None
         if line is not None:
+            raise self.refusal(line)
+        if self._moved:
             raise CaptureError(
-                f"{type(self._model).__name__} cannot be traced: forward does otherwise when it is "
-                f"run again{line and ', at ' + provenance.line_text(line)}. What it changes in "
-                f"Python decides what it computes, and a traced program does the same in every "
-                f"run. Make that a buffer, or pass it in."
+                f"{type(self._model).__name__} cannot be traced: forward puts another module or "
+                f"parameter in the place of {', '.join(dict.fromkeys(self._moved))}, and a traced "
+                f"program does the same in every run. Call the modules in another order without "
+                f"moving them, and pass in what decides on the order."
             )
+
+    def refusal(self, line: str = "") -> CaptureError:
+        """What to say of runs that differ, first at `line` of user code; "": it is unknown."""
+        return CaptureError(
+            f"{type(self._model).__name__} cannot be traced: forward does otherwise when it is "
+            f"run again{line and ', at ' + provenance.line_text(line)}. What it changes in "
+            f"Python decides what it computes, and a traced program does the same in every "
+            f"run. Make that a buffer, or pass it in."
+        )
 
     def _counting(self) -> list[str]:
         """``self.steps of Net``: numbers that go on in each run."""
@@ -125,6 +145,16 @@ def _numbers_in(model: nn.Module) -> Numbers:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
             found |= {(i, name, key): number for key, number in items if held.is_number(number)}
     return found
+
+
+def _registered_by(module: nn.Module) -> list[tuple[str, int]]:
+    """Of submodules those that hold tensors: no name of a tensor depends on others."""
+    children = [(n, m) for n, m in module._modules.items() if m is not None and _holds_tensors(m)]
+    return [(name, id(value)) for name, value in (*children, *module._parameters.items())]
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return any(m._parameters or m._buffers for m in module.modules())
 
 
 def _unnumbered(constant: Any) -> Any:

@@ -59,6 +59,22 @@ class BytecodeGraph:
         out = [held[kind][which] if kind in held else which for kind, which in self.outputs]
         return trees.tree_unflatten(out, self.out_spec)
 
+    def does_as(self, other: BytecodeGraph) -> bool:
+        """True if `other`, read of the same call once more, computes the same of the same."""
+        return self._said() == other._said()
+
+    def _said(self) -> tuple[Any, ...]:
+        graphs = [m.code for m in self.module.modules() if isinstance(m, fx.GraphModule)]
+        sources, outputs = ([*map(_said, each)] for each in (self.sources, self.outputs))
+        return graphs, sources, outputs, self.replaced
+
+
+def _said(source: Source) -> Source:
+    """The same of two readings: of what is made in each, such as a tensor, its class alone."""
+    kind, what = source
+    is_made = kind == "constant" and not isinstance(what, (bool, int, float, str, type(None)))
+    return (kind, type(what)) if is_made else source
+
 
 class _CheckpointInterpreter(fx.Interpreter):
     """Runs Dynamo's graph; the user's checkpoints in it for `checkpointing.checkpoints_inline` to

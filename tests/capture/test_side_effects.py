@@ -113,6 +113,90 @@ def caches_a_size(m: Any, x: Tensor) -> Tensor:
     return m.a(x) * m.steps
 
 
+def swaps_modules(m: Any, x: Tensor) -> Tensor:
+    m.a, m.b = m.b, m.a
+    return m.a(x.relu()) + 2 * m.b(x)
+
+
+def rotates(m: Any, x: Tensor) -> Tensor:
+    last = m.layers.pop(-1)
+    m.layers.insert(0, last)
+    return last(x.relu()) + sum(layer(x) for layer in m.layers)
+
+
+def swaps_parameters(m: Any, x: Tensor) -> Tensor:
+    """No tracer's tensor may be assigned as a parameter: Dynamo reads this."""
+    m.a.weight, m.b.weight = m.b.weight, m.a.weight
+    return m.a(x.relu()) + 2 * m.b(x)
+
+
+def replaces_a_parameter(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x.relu()) + 2 * m.b(x)
+    m.a.weight = m.b.weight
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (swaps_modules, "self.a of Rotated, self.b of Rotated"),
+        (rotates, "self.0 of ModuleList"),
+        (swaps_parameters, "self.weight of Linear"),
+        (replaces_a_parameter, "self.weight of Linear"),
+    ],
+)
+def test_modules_and_parameters_stay_where_they_are(
+    function: Callable[..., Any], named: str
+) -> None:
+    """Of the same names each run computed the same, with other parameters in eager PyTorch."""
+    model = Rotated(function)
+    before = [*model.named_modules()]
+    with pytest.raises(CaptureError) as failure:
+        fxshard.compile(model, world_size=2)(batch())
+    assert f"another module or parameter in the place of {named}" in str(failure.value)
+    assert [*model.named_modules()] == before and type(model) is not Rotated
+
+
+class Rotated(Net):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.layers = nn.ModuleList(copy.deepcopy(self.a) for _ in range(3))
+
+
+def counts_where_dynamo_reads(m: Any, x: Tensor) -> Tensor:
+    m.a.weight = m.a.weight
+    m.steps += 1
+    return m.a(x) * m.steps
+
+
+def toggles_where_dynamo_reads(m: Any, x: Tensor) -> Tensor:
+    m.a.weight = m.a.weight
+    m.flag = not m.flag
+    return m.a(x) if m.flag else m.b(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (counts_where_dynamo_reads, "forward counts in self.steps of Notes"),
+        (toggles_where_dynamo_reads, "forward does otherwise when it is run again"),
+    ],
+)
+def test_what_dynamo_reads_does_the_same_in_each_run(
+    function: Callable[..., Any], said: str
+) -> None:
+    assert said in refusal(function)
+
+
+def test_a_module_without_tensors_may_be_made_in_forward() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        if not hasattr(m, "act"):
+            m.act = nn.GELU()
+        return m.act(m.a(x))
+
+    assert_trains_like_eager(lambda: Net(function), batch())
+
+
 def test_what_forward_assigns_alike_in_each_run_is_no_counter() -> None:
     assert_trains_like_eager(lambda: Notes(caches_a_size), batch())
 
