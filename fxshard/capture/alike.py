@@ -68,11 +68,11 @@ class Alike:
                 if was != now:
                     self._moved.append(f"self.{(was or now)[0]} of {type(module).__name__}")
 
-    def require(self, *, operators: bool) -> None:
+    def require(self, *, open_sizes: bool) -> None:
         """See that no run has changed what the next one does.
 
         Args:
-            operators: compare them. Of open sizes a later run knows more.
+            open_sizes: a later run may know more of them: what is a symbol in one is not compared.
 
         Raises:
             CaptureError: forward counts, registers or moves modules, or its runs are not alike.
@@ -85,7 +85,7 @@ class Alike:
                 f"a buffer (register_buffer) that forward adds to, pass it in, or count in a "
                 f"forward hook on the compiled model, which runs on every call."
             )
-        line = self._differs() if operators else None
+        line = self._differs(open_sizes)
         if line is not None:
             raise self.refusal(line)
         if self._moved:
@@ -119,7 +119,7 @@ class Alike:
             for i, name, key in counts
         ]
 
-    def _differs(self) -> str | None:
+    def _differs(self, open_sizes: bool) -> str | None:
         """The line of user code of the first operator that one run has and another has not.
 
         "" if that is unknown; None if they do the same.
@@ -127,7 +127,7 @@ class Alike:
         first = self._operators[0]
         for other in self._operators[1:]:
             for pair in itertools.zip_longest(first, other):
-                if pair[0] != pair[1]:
+                if not (_alike_but_for_sizes(*pair) if open_sizes else pair[0] == pair[1]):
                     _, _, noted = pair[0] or pair[1]
                     return str(noted[provenance.LINE][0])
         return None
@@ -155,6 +155,17 @@ def _registered_by(module: nn.Module) -> list[tuple[str, int]]:
 
 def _holds_tensors(module: nn.Module) -> bool:
     return any(m._parameters or m._buffers for m in module.modules())
+
+
+def _alike_but_for_sizes(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return False
+    return (
+        one[0] == other[0]
+        and one[2] == other[2]
+        and len(one[1]) == len(other[1])
+        and all(a == b or "symbol" in (a, b) for a, b in zip(one[1], other[1], strict=True))
+    )
 
 
 def _unnumbered(constant: Any) -> Any:

@@ -355,7 +355,7 @@ def _traced(
     with setup.ready(runs) as calls:
         with refusals.explained(call), _around(call):
             owner, *ends = export.export_joint(call, setup.fakes, call.emulates_cuda)
-        call.alike.require(operators=setup.sizes is None or bool(runs))
+        call.alike.require(open_sizes=setup.sizes is not None)
     return write.JointGraph(owner.graph, *ends), owner, calls
 
 
@@ -528,7 +528,7 @@ class _Setup:
                 alike.begin({})
                 found.append(bytecode.read(call.model, args, kwargs, self.mode))
                 alike.end()
-            alike.require(operators=False)
+            alike.require(open_sizes=False)
             if not found[0].does_as(found[1]):
                 raise alike.refusal()
         call.graph = found[0]

@@ -62,6 +62,7 @@ class FxshardModule(FsdpMethods):
 
         Raises:
             StepError: nothing is traced yet.
+            AttributeError: the same, where all attributes are looked through (inspect.getmembers).
         """
         if not self._fxshard.variants and reading.looked_through():
             raise AttributeError("plan")
@@ -69,7 +70,12 @@ class FxshardModule(FsdpMethods):
 
     @property
     def memory(self) -> MemoryReport:
-        """The memory report of `plan`."""
+        """The memory report of `plan`.
+
+        Raises:
+            StepError: nothing is traced yet.
+            AttributeError: the same, where all attributes are looked through (inspect.getmembers).
+        """
         if not self._fxshard.variants and reading.looked_through():
             raise AttributeError("memory")
         return self._fxshard.plan.memory

@@ -188,6 +188,25 @@ def test_what_dynamo_reads_does_the_same_in_each_run(
     assert said in refusal(function)
 
 
+def picked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of as many rows as the data says: the sizes are symbols."""
+    return lambda m, x: function(m, x[(x > 0).any(1)])
+
+
+class Opened(Notes):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+@pytest.mark.parametrize("function", [toggles, remembers])
+@pytest.mark.parametrize("found", ["in data", "by name"])
+def test_runs_of_open_sizes_are_compared_too(function: Callable[..., Any], found: str) -> None:
+    model = Opened(picked(function) if found == "in data" else function)
+    options: Any = {"dynamic": {"rows": [("x", 0)]}} if found == "by name" else {}
+    with pytest.raises(CaptureError, match="forward does otherwise when it is run again"):
+        fxshard.compile(model, world_size=2, **options)(batch())
+
+
 def test_a_module_without_tensors_may_be_made_in_forward() -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         if not hasattr(m, "act"):
