@@ -65,11 +65,11 @@ class BytecodeGraph:
 
     def _said(self) -> tuple[Any, ...]:
         graphs = [m.code for m in self.module.modules() if isinstance(m, fx.GraphModule)]
-        sources, outputs = ([*map(_said, each)] for each in (self.sources, self.outputs))
+        sources, outputs = ([*map(_comparable, each)] for each in (self.sources, self.outputs))
         return graphs, sources, outputs, self.replaced
 
 
-def _said(source: Source) -> Source:
+def _comparable(source: Source) -> Source:
     """The same of two readings: of what is made in each, such as a tensor, its class alone."""
     kind, what = source
     is_made = kind == "constant" and not isinstance(what, (bool, int, float, str, type(None)))
