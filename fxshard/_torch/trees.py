@@ -115,6 +115,8 @@ def spec_of(type_: Any, context: Any, children: list[TreeSpec]) -> TreeSpec:
 
 def exchanged(tree: Any, others: dict[int, Any]) -> Any:
     """`tree` with leaves replaced by `others`, by their ``id``."""
+    if not others:
+        return tree
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
 

@@ -44,6 +44,7 @@ from fxshard.runtime.copies import (
     RefuseLostWrites,
     as_views,
     is_array,
+    is_copy,
     is_in_place,
     lost,
     mark_copy,
@@ -74,6 +75,26 @@ _SCALARS = (
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__"),
     *("item", "tolist", "is_nonzero"),
 )
+_POINTWISE = (
+    *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "copy_", "zero_"),
+    *("neg_", "abs_", "reciprocal_", "sign_"),
+)
+# Optimizers ask each parameter for these in each step: no values, no memory, no view.
+_ASKED: frozenset[Any] = frozenset(
+    {
+        *(torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point),
+        *(Tensor.dim, Tensor.size, Tensor.numel, torch.numel, Tensor.element_size),
+        *(Tensor.shape.__get__, Tensor.device.__get__, Tensor.layout.__get__),  # type: ignore[attr-defined]
+        *(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.is_sparse.__get__),  # type: ignore[attr-defined]
+    }
+)
+# What optimizers write with. (DTensor has no _foreach_copy_.)
+_WRITES: frozenset[Any] = frozenset(
+    {
+        *(getattr(Tensor, name) for name in _POINTWISE),
+        *(getattr(torch, f"_foreach_{name}") for name in _POINTWISE if name != "copy_"),
+    }
+)
 _KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
 _MEMORY = ("__dlpack__", "to_dlpack", "_to_dlpack")
 _OF_CLIPPING = ("vector_norm", "linalg_vector_norm", "to")  # no views, no writes, no random numbers
@@ -96,10 +117,16 @@ class GatheringTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in parameter_gradients.ASKED:
-            return parameter_gradients.asked(func, args, kwargs or {})
+        kwargs = kwargs or {}
         with autograd.plain_torch_functions():
-            return _called(func, args, kwargs or {})
+            if func in _ASKED:
+                return func(*args, **kwargs)
+            if func in _WRITES and _lie_alike(args, kwargs):
+                done, found = _tried_on_shards(func, args, kwargs)
+                return found if done else _called(func, args, kwargs)
+            if func not in parameter_gradients.ASKED:
+                return _called(func, args, kwargs)
+        return parameter_gradients.asked(func, args, kwargs)
 
     def full_tensor(self, **options: Any) -> Tensor:
         """As DTensor's; inside of a transform of torch.func it is a constant of the transform."""
@@ -176,10 +203,10 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_memory(func, name, tensors)
     if name in _SELF and len({id(tensor) for tensor in tensors}) == 1:
         return func(*args, **kwargs)
-    if any(isinstance(out, DTensor) for out in tensors_in(kwargs.get("out"))):
+    if "out" in kwargs and any(isinstance(t, DTensor) for t in tensors_in(kwargs["out"])):
         return _written_out(func, args, kwargs)
     if is_in_place(name) and isinstance(tensors[0], DTensor):
-        return _written(func, args, kwargs)
+        return _written(func, args, kwargs, tensors)
     # A transform wraps what is computed, so that it would not gather itself.
     followed = torch.is_grad_enabled() or transforms.transforming()
     if name in _OF_CLIPPING and not followed:
@@ -188,7 +215,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     alone = all(isinstance(t, DTensor) or not t.dim() for t in tensors)
     if alone and not _is_mixed_sum(tensors) and not _is_scalar(name, tensors):
         with dtensors.undoing() as undo:  # what an attempt in vain has drawn of random numbers
-            done, found = _tried_on_shards(func, args, kwargs)
+            with RefuseLostWrites():
+                done, found = _tried_on_shards(func, args, kwargs)
             if done and not (followed and _computes(found, tensors)):
                 return found if _is_kept(name) else _gathering(found, tensors)
             undo()
@@ -208,6 +236,27 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if autograd.version(full) != version:
             raise lost(tensor, name)
     return _marked(found, unsharded, sharded[0])
+
+
+def _lie_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Only numbers, and tensors on the mesh of what is written, which is no copy.
+
+    For steps of optimizers, which write each parameter several times: `_called` would find the
+    same, in three times as long.
+    """
+    mesh = None
+    for given in (*args, *kwargs.values()):
+        for each in given if type(given) in (list, tuple) else (given,):
+            kind = type(each)
+            if kind is GatheringTensor or kind is DTensor:
+                if mesh is None:
+                    mesh = each.device_mesh
+                elif each.device_mesh is not mesh:
+                    return False
+            elif kind not in _NUMBERS:
+                return False
+    into = args[0]
+    return not (any(map(is_copy, into)) if type(into) in (list, tuple) else is_copy(into))
 
 
 def _meshes(tensors: Sequence[Tensor]) -> list[Any]:
@@ -262,8 +311,7 @@ def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
 def _tried_on_shards(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Let DTensor run a function: whether it can (full tensors may be needed), and its result."""
     try:
-        with RefuseLostWrites():
-            return True, func(*args, **kwargs)
+        return True, func(*args, **kwargs)
     except FxshardError:
         raise
     except RuntimeError:  # NotImplementedError is one too
@@ -295,6 +343,9 @@ def let_gather(runtime: Runtime) -> None:
                 dtensors.as_one_process(tensor.device_mesh, runtime.world)
                 tensor.__class__ = GatheringTensor
                 setattr(tensor, PLACE, (StrongReference(runtime), fqn))
+
+
+_NUMBERS = frozenset({bool, int, float, type(None)})
 
 
 @contextlib.contextmanager
@@ -433,11 +484,17 @@ def _deepcopied(tensor: Any, memo: dict[int, Any]) -> Any:
 # -- writes ----------------------------------------------------------------------------------------
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function that writes into a parameter, on this rank's rows or on the full value."""
+def _written(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Any:
+    """Run a function that writes into a parameter, on this rank's rows or on the full value.
+
+    Args:
+        tensors: those among its arguments.
+    """
     name = name_of(func)
     into: Any
-    into, *others = tensors_in((args, kwargs))
+    into, *others = tensors
     refuse_copy(into, name)
     if name == "__setitem__" and _is_mask(args[1], into) and _is_number(args[2]):
         func, name = Tensor.masked_fill_, "masked_fill_"  # element by element
@@ -458,8 +515,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = {id(t): sharded_like(t, into) for t in plain}
         on_rows = trees.exchanged(args, rows), trees.exchanged(kwargs, rows)
         if several:
-            with RefuseLostWrites():
-                return func(*on_rows[0], **on_rows[1])
+            for each in args[0]:
+                refuse_copy(each, name)
+            return func(*on_rows[0], **on_rows[1])
         done, found = _tried_on_shards(func, *on_rows)
         if done:
             return found
@@ -529,6 +587,7 @@ def _written_in_full(
     return trees.exchanged(found, {id(unsharded[id(tensor)]): tensor for tensor in into})
 
 
+@functools.cache
 @functools.cache
 def _is_by_element(name: str) -> bool:
     """True for a pointwise function, or one that draws each element.

@@ -20,7 +20,7 @@ from fxshard._torch import autograd, trees
 from fxshard._torch.dtensors import sharded_like
 from fxshard.runtime.replaced import gather_as
 
-ASKED = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+ASKED = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 
 
 def asked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
