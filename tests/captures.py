@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
@@ -37,6 +38,7 @@ from fxshard.errors import TextError
 from fxshard.ir import text
 from fxshard.ir.program import Program
 from fxshard.ir.units import Unit
+from fxshard.runtime.stage import ScheduleEnd
 
 Capture = Callable[..., Program]
 FOLDER = "FXSHARD_TEST_TRACES"  # the variable that names the folder of this run's texts
@@ -79,6 +81,12 @@ class Shared:
                 return type(value), shown
             if isinstance(value, FunctionType) and value.__qualname__.isidentifier():
                 return value.__module__, value.__qualname__
+            if isinstance(value, functools.partial):
+                return said(value.func), said(value.args), said(value.keywords)
+            if isinstance(value, weakref.ref) and isinstance(value(), Tensor):  # of an LSTM's
+                return number(value())
+            if isinstance(value, ScheduleEnd):  # of a stage of a pipeline: it computes nothing
+                return ScheduleEnd
             if isinstance(value, dict):  # hooks come and go
                 return type(value), [(said(k), said(v)) for k, v in value.items()]
             if isinstance(value, (list, tuple)):
@@ -150,8 +158,8 @@ def _again(program: Program) -> Program:
 
 def _is_read(name: str) -> bool:
     """By a forward."""
-    slots = ("_parameters", "_buffers", "_modules", "_fxshard")
-    return name not in slots and "state_dict" not in name
+    slots = ("_parameters", "_buffers", "_modules")
+    return name not in slots and not name.startswith("_fxshard") and "state_dict" not in name
 
 
 def _has_no_address(key: str) -> bool:

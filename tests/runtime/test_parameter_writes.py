@@ -1,7 +1,6 @@
 """What user code writes into parameters outside of forward: what one process gets, or refused."""
 
 import copy
-import functools
 import operator
 import pickle
 from collections.abc import Callable
@@ -17,9 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import fxshard
-from fxshard._torch.process_groups import fake_process_group
 from fxshard.errors import StepError
-from fxshard.runtime import gathering
 from tests.fsdp2 import full
 from tests.ranks import told
 
@@ -565,47 +562,3 @@ def test_a_write_on_one_rank_alone(hasty: Any) -> None:
     assert wrote.startswith("RankMismatchError: rank 0 would do something else"), wrote
     assert "__setitem__, which writes into a parameter" in wrote
     assert called.startswith("RankMismatchError"), called
-
-
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions of torch with parameters whose arguments were looked through."""
-    names: list[str] = []
-    called = gathering._called
-
-    def noted(func: Any, *given: Any) -> Any:
-        names.append(getattr(func, "__name__", ""))
-        return called(func, *given)
-
-    monkeypatch.setattr(gathering, "_called", noted)
-    return names
-
-
-def test_a_step_is_no_use_of_parameters(used: list[str]) -> None:
-    """Each use of one looks through all arguments: forward and backward know without."""
-    with fake_process_group(0, 2):
-        model, x = fxshard.compile(nn.Linear(4, 4)), torch.ones(2, 4)
-        model(x).sum().backward()
-        used.clear()
-        model(x).sum().backward()
-    assert used == []
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": functools.partial(torch.optim.AdamW, weight_decay=0.1),
-    "SGD": functools.partial(torch.optim.SGD, momentum=0.9, lr=0.1),
-}
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_write_rows_without_a_look(used: list[str], name: str, foreach: bool) -> None:
-    """A step of AdamW over many small parameters took 2.6 times that of FSDP2's for it."""
-    with fake_process_group(0, 2):
-        model, x = fxshard.compile(nn.Linear(4, 4)), torch.ones(2, 4)
-        optimizer = OPTIMIZERS[name](model.parameters(), foreach=foreach)
-        model(x).sum().backward()
-        optimizer.step()
-        used.clear()
-        optimizer.step()
-    assert set(used) == {"__get__"}  # of .grad
