@@ -79,13 +79,14 @@ _POINTWISE = (
     *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "copy_", "zero_"),
     *("neg_", "abs_", "reciprocal_", "sign_"),
 )
-# Optimizers ask each parameter for these in each step: no values, no memory, no view.
+# What optimizers ask each parameter for in each step: its gradient, and nothing of its values.
 _ASKED: frozenset[Any] = frozenset(
     {
         *(torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point),
         *(Tensor.dim, Tensor.size, Tensor.numel, torch.numel, Tensor.element_size),
         *(Tensor.shape.__get__, Tensor.device.__get__, Tensor.layout.__get__),  # type: ignore[attr-defined]
         *(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.is_sparse.__get__),  # type: ignore[attr-defined]
+        Tensor.grad.__get__,  # type: ignore[union-attr]
     }
 )
 # What optimizers write with. (DTensor has no _foreach_copy_.)
@@ -120,7 +121,8 @@ class GatheringTensor(DTensor):
         kwargs = kwargs or {}
         with autograd.plain_torch_functions():
             if func in _ASKED:
-                return func(*args, **kwargs)
+                found = func(*args, **kwargs)
+                return gather_as(found, args[0]) if type(found) is DTensor else found
             if func in _WRITES and _lie_alike(args, kwargs):
                 done, found = _tried_on_shards(func, args, kwargs)
                 return found if done else _called(func, args, kwargs)
@@ -440,8 +442,6 @@ def _accessed(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> A
         if runtime is not None and slot is not None and slot.tensor is tensor:
             return runtime.dtype_here(slot)
     found = func(*args, **kwargs)
-    if attribute == "grad":
-        return gather_as(found, tensor) if type(found) is DTensor else found
     return _gathering(found, [tensor]) if attribute == "data" else found
 
 
