@@ -6,8 +6,9 @@
 Times: two gloo ranks, one thread each; all ways live in the same two processes and take turns, in
 an order that is turned round every round, with a barrier before each. "dtensor" is
 ``torch.optim.AdamW(model.parameters())``, "shards" is `FxshardModule.optimizer` after backward,
-"backward" is the same with ``optimizer_in_backward=True``. Once the bare ``optimizer.step()``, with
-each of torch's implementations; once the whole step. A time is that of the slower rank.
+"backward" is the same with ``optimizer_in_backward=True``, "fsdp2" is ``torch.optim.AdamW`` over a
+model of ``fully_shard``. Once the bare ``optimizer.step()``, with each of torch's implementations;
+once the whole step. A time is that of the slower rank.
 
 Bytes: the planned peak of a rank of 8, AdamW, after backward and in it.
 """
@@ -28,9 +29,11 @@ import fxshard
 from benchmarks.figures import RESULTS, ratio, spread, write
 from benchmarks.models import EVERY, Model, llama
 from benchmarks.ranks import on_ranks
+from benchmarks.sides import Setting, fsdp2
 
 WARM = 3
-WAYS = ("dtensor", "shards", "backward")
+BARE = ("dtensor", "shards", "fsdp2")
+WHOLE = ("dtensor", "shards", "backward")
 KINDS: dict[str, dict[str, bool]] = {
     "for loop": {"foreach": False},
     "foreach": {"foreach": True},
@@ -42,6 +45,9 @@ def sharded(recipe: Model, kind: str, way: str) -> tuple[Any, torch.optim.Optimi
     """The model and its optimizer."""
     make = functools.partial(torch.optim.AdamW, lr=1e-4, **KINDS[kind])
     torch.manual_seed(0)
+    if way == "fsdp2":
+        theirs = fsdp2(recipe, recipe.build(), Setting())
+        return theirs, make(theirs.parameters())
     model = fxshard.compile(
         recipe.build(),
         units=[recipe.blocks],
@@ -56,7 +62,7 @@ def timed(name: str, kind: str, whole: bool, steps: int) -> dict[str, list[float
     recipe = EVERY[name]
     batch = recipe.batch()
     args, kwargs = recipe.call(batch)
-    ways = WAYS if whole else WAYS[:2]
+    ways = WHOLE if whole else BARE
     sides = {way: sharded(recipe, kind, way) for way in ways}
     if not whole:
         for model, _ in sides.values():
