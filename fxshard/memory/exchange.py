@@ -20,12 +20,12 @@ from fxshard.memory.optimizer_step import Sent
 from fxshard.memory.recording import name_of
 
 # What DTensor has no rule for (torch/distributed/tensor/_ops), not even for full parameters.
-NOWHERE = ("aten._fused_sgd_", "aten._fused_adagrad_", "aten._foreach_copy_")
-# What it runs on each rank's rows alone, besides operators tagged pointwise.
+NOWHERE = ("aten._foreach_copy_",)
+# What runs on each rank's rows alone, besides operators tagged pointwise.
 _ALONE = re.compile(
     r"aten\.(empty|zeros|ones|full|new_|rand|arange|scalar_tensor|normal_|uniform_|bernoulli"
     r"|clone|_to_copy|copy_|detach|alias|fill|zero_|view|unsqueeze|squeeze|expand|permute|transpose"
-    r"|t\.|is_same_size|_local_scalar_dense|lift_fresh|_fused_adamw?_|_foreach_(?!norm|max\.|copy_))"
+    r"|t\.|is_same_size|_local_scalar_dense|lift_fresh|_fused_|_foreach_(?!norm|max\.|copy_))"
 )
 
 

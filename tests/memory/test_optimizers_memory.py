@@ -39,7 +39,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1},
     ],
 }
-FUSED = ("Adam", "AdamW")  # of those with a fused kernel for CPU, what DTensor can run
+FUSED = ("Adagrad", "Adam", "AdamW", "SGD")  # those with a fused kernel for CPU
 REFUSED = {
     "Adafactor": "reads the value of a tensor that depends on parameters",
     "LBFGS": "closure",
@@ -124,8 +124,6 @@ def test_what_cannot_be_planned_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("SGD", {"fused": True}, "calls aten._fused_sgd_ on sharded parameters"),
-        ("Adagrad", {"fused": True}, "calls aten._fused_adagrad_ on sharded parameters"),
         ("AdamW", {"differentiable": True}, "differentiable=True"),
         ("AdamW", {"capturable": True}, "capturable=True"),
         ("Rprop", {"foreach": True}, "calls aten._foreach_copy_ on sharded parameters"),
