@@ -100,7 +100,6 @@ _KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
 _MEMORY = ("__dlpack__", "to_dlpack", "_to_dlpack")
 _OF_CLIPPING = ("vector_norm", "linalg_vector_norm", "to")  # no views, no writes, no random numbers
 _LISTS = ("_foreach", "_fused", "_amp_foreach")  # functions of lists, which optimizers call
-_FUSED = ("_fused_sgd_", "_fused_adagrad_")  # DTensor has Adam's alone
 _TO_FILL = ("new_empty", "empty_like")  # what is made to be filled with random numbers next
 
 
@@ -198,8 +197,6 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_into_views(name, args, kwargs)
     if name == "_foreach_copy_":  # DTensor has none
         return _each_copied(*args, **kwargs)
-    if name in _FUSED:
-        return _fused_on_rows(func, args, kwargs)
     tensors = tensors_in((args, kwargs))
     if name.startswith(_LISTS) and len({*_meshes(args[0])}) > 1:
         return _on_each_mesh(func, args, kwargs)
@@ -297,26 +294,29 @@ def _each_copied(
         _called(Tensor.copy_, given, {}) if sharded else Tensor.copy_(*given)
 
 
-def _fused_on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Step this rank's rows, which lie as those of their gradients and states.
-
-    Raises:
-        StepError: some lie otherwise, or are a copy.
-    """
-    lists = [each for each in args if type(each) is list and each]
-    for param, *others in zip(*lists, strict=True):
-        if isinstance(param, DTensor):
-            refuse_copy(param, name_of(func))
-        sharded = [t for t in others if isinstance(t, DTensor) or t.dim()]
-        if len({getattr(t, "placements", None) for t in (param, *sharded)}) > 1:
-            raise StepError(
-                f"{name_of(func)} of {named(param)}: its gradient, or a state of the optimizer, is "
-                f"not sharded as it is. Make them like it: torch.zeros_like(param)."
-            )
+def _each_on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write into this rank's rows of the tensors of lists that lie alike."""
+    _require_alike(name_of(func), args)
     of = {id(t): t for t in tensors_in(args) if isinstance(t, DTensor)}
     local = {key: torch_dtensors.local_tensor(t) for key, t in of.items()}
-    func(*trees.exchanged(args, local), **kwargs)
+    found = func(*trees.exchanged(args, local), **kwargs)
     torch.autograd.graph.increment_version(list(of.values()))
+    return None if found is None else args[0]
+
+
+def _require_alike(name: str, args: tuple[Any, ...]) -> None:
+    """Raise StepError unless the tensors of all lists are sharded as those of the first one.
+
+    Where they are not, DTensor makes others that are, and a fused step writes states: into those.
+    """
+    lists = [each for each in args if type(each) is list and tensors_in(each)]
+    for param, *others in zip(*lists, strict=True):
+        lying = [t for t in others if isinstance(t, DTensor) or t.dim()]
+        if len({getattr(t, "placements", None) for t in (param, *lying)}) > 1:
+            raise StepError(
+                f"{name} of {named(param)}: its gradient, or a state of the optimizer, is not "
+                f"sharded as it is. Make them like it: torch.zeros_like(param)."
+            )
 
 
 def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
@@ -530,6 +530,8 @@ def _written(
             f"not summed over the ranks yet. Write it out of place (a + b for a += b)."
         )
     several = name.startswith(_LISTS)
+    if name.startswith("_fused"):
+        _require_alike(name, args)
     fit = all(t.shape == into.shape for t in plain)
     if several and not fit:
         raise StepError(
@@ -542,7 +544,10 @@ def _written(
         if several:
             for each in args[0]:
                 refuse_copy(each, name)
-            return func(*on_rows[0], **on_rows[1])
+            try:
+                return func(*on_rows[0], **on_rows[1])
+            except NotImplementedError:  # DTensor has no rule for _fused_sgd_, nor _fused_adagrad_
+                return _each_on_rows(func, *on_rows)
         done, found = _tried_on_shards(func, *on_rows)
         if done:
             return found

@@ -72,20 +72,24 @@ def test_an_infinity_of_one_rank_skips_a_fused_step_on_all(ranks: Any) -> None:
     ranks(2).run(beside_eager, "SGD with momentum", {}, True)
 
 
+ADAM: Make = functools.partial(torch.optim.AdamW, lr=0.1, fused=True)
+
+
 def other_states(rank: int, world_size: int) -> None:
-    model = fxshard.compile(built())
-    optimizer = STEPS["SGD with momentum"](model.parameters())
-    model(batches(0)).square().mean().backward()
-    optimizer.step()
-    weight = model[0].weight
-    kept = full(weight.detach()).clone()
-    buffer = torch.zeros(weight.shape)
-    whole = distribute_tensor(buffer, weight.device_mesh, [Replicate()])
-    for state in (whole, buffer):
-        optimizer.state[weight]["momentum_buffer"] = state
-        with pytest.raises(StepError, match=r"parameter '0\.weight'.*not sharded as it is"):
-            optimizer.step()
-        assert torch.equal(full(weight.detach()), kept)
+    """What a step would write into copies of them."""
+    for make, key in ((STEPS["SGD with momentum"], "momentum_buffer"), (ADAM, "exp_avg")):
+        model = fxshard.compile(built())
+        optimizer = make(model.parameters())
+        model(batches(0)).square().mean().backward()
+        optimizer.step()
+        weight = model[0].weight
+        kept = full(weight.detach()).clone()
+        plain = torch.zeros(weight.shape)
+        for state in (distribute_tensor(plain, weight.device_mesh, [Replicate()]), plain):
+            optimizer.state[weight][key] = state
+            with pytest.raises(StepError, match=r"parameter '0\.weight'.*not sharded as it is"):
+                optimizer.step()
+            assert torch.equal(full(weight.detach()), kept)
 
 
 def test_a_state_that_lies_otherwise_is_refused(ranks: Any) -> None:
