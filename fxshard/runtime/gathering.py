@@ -311,8 +311,9 @@ def _require_alike(name: str, args: tuple[Any, ...]) -> None:
     """
     lists = [each for each in args if type(each) is list and tensors_in(each)]
     for param, *others in zip(*lists, strict=True):
-        lying = [t for t in others if isinstance(t, DTensor) or t.dim()]
-        if len({getattr(t, "placements", None) for t in (param, *lying)}) > 1:
+        lying = [param, *(t for t in others if isinstance(t, DTensor) or t.dim())]
+        where = {(t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in lying}
+        if len(where) > 1:
             raise StepError(
                 f"{name} of {named(param)}: its gradient, or a state of the optimizer, is not "
                 f"sharded as it is. Make them like it: torch.zeros_like(param)."
