@@ -37,14 +37,13 @@ from fxshard._torch.storages import storage_id
 from fxshard.capture import refusals
 from fxshard.capture.swapped import as_users_own
 from fxshard.errors import FxshardError, StepError
-from fxshard.runtime import dtensors, eager, full_matrices, parameter_gradients
+from fxshard.runtime import dtensors, eager, full_matrices, optimizer_calls, parameter_gradients
 from fxshard.runtime.copies import (
     ACCESS,
     CopiedPart,
     RefuseLostWrites,
     as_views,
     is_array,
-    is_copy,
     is_in_place,
     lost,
     mark_copy,
@@ -75,27 +74,6 @@ _SCALARS = (
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__"),
     *("item", "tolist", "is_nonzero"),
 )
-_POINTWISE = (
-    *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "copy_", "zero_"),
-    *("neg_", "abs_", "reciprocal_", "sign_"),
-)
-# What optimizers ask each parameter for in each step: its gradient, and nothing of its values.
-_ASKED: frozenset[Any] = frozenset(
-    {
-        *(torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point),
-        *(Tensor.dim, Tensor.size, Tensor.numel, torch.numel, Tensor.element_size),
-        *(Tensor.shape.__get__, Tensor.device.__get__, Tensor.layout.__get__),  # type: ignore[attr-defined]
-        *(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.is_sparse.__get__),  # type: ignore[attr-defined]
-        Tensor.grad.__get__,  # type: ignore[union-attr]
-    }
-)
-# What optimizers write with. (DTensor has no _foreach_copy_.)
-_WRITES: frozenset[Any] = frozenset(
-    {
-        *(getattr(Tensor, name) for name in _POINTWISE),
-        *(getattr(torch, f"_foreach_{name}") for name in _POINTWISE if name != "copy_"),
-    }
-)
 _KEPT = ("clone", "cpu", "cuda", "to_local", "full_tensor", "redistribute")
 _MEMORY = ("__dlpack__", "to_dlpack", "_to_dlpack")
 _OF_CLIPPING = ("vector_norm", "linalg_vector_norm", "to")  # no views, no writes, no random numbers
@@ -120,10 +98,10 @@ class GatheringTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         with autograd.plain_torch_functions():
-            if func in _ASKED:
+            if func in optimizer_calls.ASKED:
                 found = func(*args, **kwargs)
                 return gather_as(found, args[0]) if type(found) is DTensor else found
-            if func in _WRITES and _lie_alike(args, kwargs):
+            if func in optimizer_calls.WRITES and optimizer_calls.on_one_mesh(args, kwargs):
                 done, found = _tried_on_shards(func, args, kwargs)
                 return found if done else _called(func, args, kwargs)
             if func not in parameter_gradients.ASKED:
@@ -240,27 +218,6 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _marked(found, unsharded, sharded[0])
 
 
-def _lie_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Only numbers, and tensors on the mesh of what is written, which is no copy.
-
-    For steps of optimizers, which write each parameter several times: `_called` would find the
-    same, in three times as long.
-    """
-    mesh = None
-    for given in (*args, *kwargs.values()):
-        for each in given if type(given) in (list, tuple) else (given,):
-            kind = type(each)
-            if kind is GatheringTensor or kind is DTensor:
-                if mesh is None:
-                    mesh = each.device_mesh
-                elif each.device_mesh is not mesh:
-                    return False
-            elif kind not in _NUMBERS:
-                return False
-    into = args[0]
-    return not (any(map(is_copy, into)) if type(into) in (list, tuple) else is_copy(into))
-
-
 def _meshes(tensors: Sequence[Tensor]) -> list[Any]:
     """Of each tensor; None for a plain one."""
     return [t.device_mesh if isinstance(t, DTensor) else None for t in tensors]
@@ -292,32 +249,6 @@ def _each_copied(
     for given in zip(into, values, itertools.repeat(non_blocking), strict=False):
         sharded = any(isinstance(tensor, DTensor) for tensor in given)
         _called(Tensor.copy_, given, {}) if sharded else Tensor.copy_(*given)
-
-
-def _each_on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write into this rank's rows of the tensors of lists that lie alike."""
-    _require_alike(name_of(func), args)
-    of = {id(t): t for t in tensors_in(args) if isinstance(t, DTensor)}
-    local = {key: torch_dtensors.local_tensor(t) for key, t in of.items()}
-    found = func(*trees.exchanged(args, local), **kwargs)
-    torch.autograd.graph.increment_version(list(of.values()))
-    return None if found is None else args[0]
-
-
-def _require_alike(name: str, args: tuple[Any, ...]) -> None:
-    """Raise StepError unless the tensors of all lists are sharded as those of the first one.
-
-    Where they are not, DTensor makes others that are, and a fused step writes states: into those.
-    """
-    lists = [each for each in args if type(each) is list and tensors_in(each)]
-    for param, *others in zip(*lists, strict=True):
-        lying = [param, *(t for t in others if isinstance(t, DTensor) or t.dim())]
-        where = {(t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in lying}
-        if len(where) > 1:
-            raise StepError(
-                f"{name} of {named(param)}: its gradient, or a state of the optimizer, is not "
-                f"sharded as it is. Make them like it: torch.zeros_like(param)."
-            )
 
 
 def _refuse_transform(tensor: Tensor, verb: str) -> NoReturn:
@@ -371,9 +302,6 @@ def let_gather(runtime: Runtime) -> None:
                 dtensors.as_one_process(tensor.device_mesh, runtime.world)
                 tensor.__class__ = GatheringTensor
                 setattr(tensor, PLACE, (StrongReference(runtime), fqn))
-
-
-_NUMBERS = frozenset({bool, int, float, type(None)})
 
 
 @contextlib.contextmanager
@@ -531,8 +459,11 @@ def _written(
             f"not summed over the ranks yet. Write it out of place (a + b for a += b)."
         )
     several = name.startswith(_LISTS)
-    if name.startswith("_fused"):
-        _require_alike(name, args)
+    if several:
+        for each in args[0]:
+            refuse_copy(each, name)
+    if name.startswith("_fused"):  # it writes states too
+        return optimizer_calls.on_rows(func, args, kwargs)
     fit = all(t.shape == into.shape for t in plain)
     if several and not fit:
         raise StepError(
@@ -543,12 +474,10 @@ def _written(
         rows = {id(t): sharded_like(t, into) for t in plain}
         on_rows = trees.exchanged(args, rows), trees.exchanged(kwargs, rows)
         if several:
-            for each in args[0]:
-                refuse_copy(each, name)
             try:
                 return func(*on_rows[0], **on_rows[1])
-            except NotImplementedError:  # DTensor has no rule for _fused_sgd_, nor _fused_adagrad_
-                return _each_on_rows(func, *on_rows)
+            except NotImplementedError:  # DTensor has no rule for it
+                return optimizer_calls.on_rows(func, *on_rows)
         done, found = _tried_on_shards(func, *on_rows)
         if done:
             return found

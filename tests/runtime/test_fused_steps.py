@@ -1,4 +1,4 @@
-"""torch's fused optimizers that DTensor has no rule for, on ranks: as eager on the joined batch."""
+"""What optimizers call and DTensor has no rule for, on ranks: as eager on the joined batch."""
 
 import functools
 from collections.abc import Callable
@@ -94,3 +94,18 @@ def other_states(rank: int, world_size: int) -> None:
 
 def test_a_state_that_lies_otherwise_is_refused(ranks: Any) -> None:
     ranks(2).run(other_states)
+
+
+def at_least_nothing(rank: int, world_size: int) -> None:
+    """DTensor has no rule for this form of it."""
+    written = []
+    for model in (fxshard.compile(built()), built()):
+        params = list(model.parameters())
+        with torch.no_grad():
+            torch._foreach_maximum_(params, 0.0)
+        written.append([full(param.detach()) for param in params])
+    assert_close(*written, rtol=0, atol=0)
+
+
+def test_a_function_of_lists_that_dtensor_has_no_rule_for(ranks: Any) -> None:
+    ranks(2).run(at_least_nothing)
